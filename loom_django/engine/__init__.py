@@ -1,0 +1,1 @@
+"""Running one execution: its context, its journal, its effects."""

@@ -1,0 +1,154 @@
+"""The kinds of event, and which of them end a park.
+
+The promise kept here: every kernel kind is classified as *answering* (it ends a park) or *ignorable*
+(it may follow a park without ending it), and a kind that is not classified stops the import. The rules
+are those of ADR 0118, D1.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Final, Literal
+
+
+class Kind(enum.StrEnum):
+    """The kernel's own kinds. Everything else in a log is an application event."""
+
+    EXECUTION_STARTED = "EXECUTION_STARTED"
+    EXECUTION_SUSPENDED = "EXECUTION_SUSPENDED"
+    EXECUTION_RESUMED = "EXECUTION_RESUMED"
+    EXECUTION_COMPLETED = "EXECUTION_COMPLETED"
+    EXECUTION_FAILED = "EXECUTION_FAILED"
+    EXECUTION_CANCELLED = "EXECUTION_CANCELLED"
+    EXECUTION_CONTINUED = "EXECUTION_CONTINUED"
+    EXECUTION_DENIED = "EXECUTION_DENIED"
+    EXECUTION_MIGRATED = "EXECUTION_MIGRATED"
+    STEP_STARTED = "STEP_STARTED"
+    STEP_COMPLETED = "STEP_COMPLETED"
+    STEP_FAILED = "STEP_FAILED"
+    STEP_RETRYING = "STEP_RETRYING"
+    EFFECT_INDOUBT = "EFFECT_INDOUBT"
+    EFFECT_RETURNED_LATE = "EFFECT_RETURNED_LATE"
+    TIMER_FIRED = "TIMER_FIRED"
+    MESSAGE_CONSUMED = "MESSAGE_CONSUMED"
+    DECISION_RECORDED = "DECISION_RECORDED"
+    CHILD_STARTED = "CHILD_STARTED"
+    OUTCOME_RECORDED = "OUTCOME_RECORDED"
+    RESOURCE_METERED = "RESOURCE_METERED"
+
+
+Answer = Literal["answering", "ignorable"]
+
+CLASSIFICATION: Final[Mapping[Kind, Answer]] = {
+    Kind.EXECUTION_STARTED: "ignorable",
+    Kind.EXECUTION_SUSPENDED: "answering",
+    Kind.EXECUTION_RESUMED: "answering",
+    Kind.EXECUTION_COMPLETED: "answering",
+    Kind.EXECUTION_FAILED: "answering",
+    Kind.EXECUTION_CANCELLED: "answering",
+    Kind.EXECUTION_CONTINUED: "answering",
+    Kind.EXECUTION_DENIED: "ignorable",
+    Kind.EXECUTION_MIGRATED: "ignorable",
+    Kind.STEP_STARTED: "ignorable",
+    Kind.STEP_COMPLETED: "ignorable",
+    Kind.STEP_FAILED: "ignorable",
+    Kind.STEP_RETRYING: "ignorable",
+    Kind.EFFECT_INDOUBT: "ignorable",
+    Kind.EFFECT_RETURNED_LATE: "ignorable",
+    Kind.TIMER_FIRED: "ignorable",
+    Kind.MESSAGE_CONSUMED: "ignorable",
+    Kind.DECISION_RECORDED: "ignorable",
+    Kind.CHILD_STARTED: "ignorable",
+    Kind.OUTCOME_RECORDED: "ignorable",
+    Kind.RESOURCE_METERED: "ignorable",
+}
+if set(CLASSIFICATION) != set(Kind):
+    raise TypeError(f"kinds without a classification: {sorted(set(Kind) ^ set(CLASSIFICATION))}")
+
+ANSWERING: Final = frozenset(str(kind) for kind, answer in CLASSIFICATION.items() if answer == "answering")
+KERNEL_KINDS: Final = frozenset(str(kind) for kind in Kind)
+TERMINAL: Final = frozenset(
+    str(kind)
+    for kind in (
+        Kind.EXECUTION_COMPLETED,
+        Kind.EXECUTION_FAILED,
+        Kind.EXECUTION_CANCELLED,
+        Kind.EXECUTION_CONTINUED,
+    )
+)
+# Notes of others about an execution: anybody may append them, so the fence does not guard them.
+AUDIT: Final = frozenset(
+    str(kind) for kind in (Kind.EXECUTION_DENIED, Kind.OUTCOME_RECORDED, Kind.EFFECT_RETURNED_LATE)
+)
+
+
+def is_answering(kind: str, is_kernel: bool) -> bool:
+    """Tell whether an event of this kind ends a park.
+
+    An unknown kind that carries the kernel's stamp was written by a newer node. It counts as answering:
+    at worst a wake is tried again, never a running body fenced out. An unknown kind without the stamp is
+    an application event and never answers.
+    """
+    if kind in KERNEL_KINDS:
+        return kind in ANSWERING
+    return is_kernel
+
+
+def may_be_passed_by_owner(kind: str, is_kernel: bool) -> bool:
+    """Tell whether the owner of a log may append behind such an event that somebody else wrote.
+
+    Only notes of others qualify: audit kinds and application events. A step's fact or an answer written
+    by somebody else means that the execution has another owner.
+    """
+    return kind in AUDIT or (kind not in KERNEL_KINDS and not is_kernel)
+
+
+class Encoded(str):
+    """JSON text that the codec has made; spliced into a payload as it is."""
+
+    __slots__ = ()
+
+
+def pack(fields: Mapping[str, Any]) -> str:
+    """Return the payload text: a JSON object in the order given, ASCII, ``None`` fields left out."""
+    parts = []
+    for name, value in fields.items():
+        if value is None:
+            continue
+        text = value if isinstance(value, Encoded) else json.dumps(value, separators=(",", ":"))
+        parts.append(f'"{name}":{text}')
+    return "{" + ",".join(parts) + "}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One row of the log.
+
+    ``body`` is the stored JSON object as text; ``data`` is the same, parsed. User values inside it are in
+    the codec's form. ``writer`` is a random number drawn per body run or per outside append: it tells a
+    lost acknowledgement from a rival's write. ``recorded_at`` is the store's, and None before it landed.
+    """
+
+    execution_id: str
+    sequence: int
+    kind: str
+    body: str
+    fence: int | None = None
+    writer: int = 0
+    is_kernel: bool = True
+    recorded_at: datetime | None = None
+
+    @cached_property
+    def data(self) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(self.body)
+        return parsed
+
+    @property
+    def payload(self) -> dict[str, Any]:
+        """The payload as plain JSON; values of the user's own are in the codec's form."""
+        return self.data

@@ -1,0 +1,86 @@
+"""The projection of a log: what lists, filters and queues need to know of an execution without its log.
+
+``project`` is a function of the fold and nothing else, so a row can be checked and rewritten at any time.
+Ownership (ready, lease) is no part of it: that is no fact of the log.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.state import ExecutionState, Status, Wait
+
+MAX_ERROR_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The columns of ``loom_execution`` that the fold decides. Times in microseconds, 0 for none."""
+
+    status: Status
+    last_sequence: int
+    flow_id: str
+    version: int
+    flow_hash: str
+    code_hash: str
+    created_at: int
+    updated_at: int
+    finished_at: int
+    current_step: str
+    in_doubt: int
+    waits: str  # JSON: the pending waits, [{"id", "on", "key", "wake_at", "since"}]
+    waiting_on: str  # what the first of them waits on, for filters
+    error_type: str
+    error_message: str
+
+
+def project(state: ExecutionState | Fold) -> Projection:
+    """Return the projection of a state, or of a fold on its way."""
+    fold = state if isinstance(state, Fold) else Fold(state)
+    finished = state.finished_at
+    error = state.error or {}
+    waits = fold.pending_waits()
+    return Projection(
+        status=state.status,
+        last_sequence=state.last_sequence,
+        flow_id=state.flow_id,
+        version=state.version,
+        flow_hash=state.flow_hash,
+        code_hash=state.code_hash,
+        created_at=state.started_at,
+        updated_at=state.at,
+        finished_at=finished,
+        current_step=_current_step(fold),
+        in_doubt=len(fold.doubtful),
+        waits=_waits(waits),
+        waiting_on=waits[0].on[:255] if waits else "",
+        error_type=str(error.get("type", ""))[:255],
+        error_message=_plain(error.get("message", ""))[:MAX_ERROR_TEXT],
+    )
+
+
+def _current_step(fold: Fold) -> str:
+    """The newest step that was begun. Dicts keep the log's order, so this costs O(1) for a straight flow."""
+    return next(reversed(fold.frames), "")
+
+
+def _waits(waits: tuple[Wait, ...]) -> str:
+    items: list[dict[str, Any]] = [
+        {
+            "id": wait.id,
+            "on": wait.on,
+            "key": wait.correlation_key,
+            "wake_at": wait.wake_at,
+            "since": wait.since,
+        }
+        for wait in waits
+    ]
+    return json.dumps(items, separators=(",", ":"))
+
+
+def _plain(text: Any) -> str:
+    """Text that any database takes: the log keeps NUL and lone surrogates, a list of errors need not."""
+    return str(text).replace("\x00", "\\x00").encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,161 @@
+"""What the log says of an execution: frozen values, made by :mod:`loom_django.kernel.fold` alone.
+
+Times are integers, microseconds since the epoch in UTC: facts that the log carries, never a clock read here.
+Values of the user's own are kept in the codec's JSON form and decoded by whoever serves them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+
+class Status(enum.StrEnum):
+    """Where an execution stands; a fact of the fold. Ready and held are not statuses."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    CONTINUED = "CONTINUED"
+
+
+TERMINAL_STATUSES: Final = frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED, Status.CONTINUED})
+
+
+class FrameStatus(enum.StrEnum):
+    RUNNING = "running"
+    RETRYING = "retrying"
+    IN_DOUBT = "in-doubt"
+    FRESH = "fresh"  # a verdict asked for a new logical attempt that has not begun
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+# Waits that only their own call may answer. Programs cannot wait on these names.
+ON_VERDICT: Final = "EffectInDoubtResolved"
+ON_TIMER: Final = "__loom_timer__"
+ON_RETRY: Final = "__loom_retry__"
+ON_MESSAGE: Final = "__loom_message__"
+ON_DIVERGED: Final = "__loom_diverged__"
+ON_ERROR: Final = "__loom_error__"
+ON_POISONED: Final = "__loom_poisoned__"
+ON_CHILD: Final = "CHILD_DONE"
+
+
+def is_reserved(on: str) -> bool:
+    return on in (ON_VERDICT, ON_CHILD) or on.startswith("__loom_")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What is known of one step."""
+
+    step_id: str
+    tool: str
+    status: FrameStatus
+    attempts: int = 0  # STEP_STARTED events, crash re-runs included
+    failures: int = 0  # failed attempts that were retried (STEP_RETRYING)
+    generation: int = 0  # suffix of the idempotency key; moved by durable facts only
+    idempotent: bool | None = None
+    scope: str = ""
+    args: Any = None
+    output: Any = None
+    error: Mapping[str, Any] | None = None
+    started_sequence: int = 0
+    first_sequence: int = 0
+    finished_sequence: int = 0
+    in_doubt_sequence: int = 0
+    cause: str = ""
+    started_at: int = 0
+    finished_at: int = 0
+    next_at: int = 0
+    late: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def settled(self) -> bool:
+        return self.status in (FrameStatus.COMPLETED, FrameStatus.FAILED)
+
+
+class WaitStatus(enum.StrEnum):
+    PENDING = "pending"
+    ANSWERED = "answered"
+    TIMED_OUT = "timed-out"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One thing that an execution waits for; its identity survives a re-park."""
+
+    id: str
+    on: str
+    correlation_key: str | None = None
+    wake_at: int | None = None
+    status: WaitStatus = WaitStatus.PENDING
+    answer: Any = None
+    answered_by: str = ""
+    answered_at: int = 0
+    answered_sequence: int = 0
+    since: int = 0  # when it was first parked on
+
+    @property
+    def pending(self) -> bool:
+        return self.status == WaitStatus.PENDING
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    value: Any
+    at: int
+    inner_steps: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionState:
+    """The fold of a log. Mappings are read-only views, in the order of the log."""
+
+    execution_id: str = ""
+    status: Status = Status.PENDING
+    last_sequence: int = 0
+    flow_id: str = ""
+    version: int = 1
+    input: Any = None
+    flow_hash: str = ""
+    code_hash: str = ""
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    frames: Mapping[str, Frame] = field(default_factory=lambda: MappingProxyType({}))
+    waits: Mapping[str, Wait] = field(default_factory=lambda: MappingProxyType({}))
+    decisions: Mapping[str, Decision] = field(default_factory=lambda: MappingProxyType({}))
+    meters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    messages: frozenset[int] = frozenset()  # numbers of the messages that the log has taken
+    park_sequence: int | None = None  # of the newest park while it is unanswered
+    park_fence: int = 0
+    reason: str = ""
+    result: Any = None
+    error: Mapping[str, Any] | None = None
+    started_at: int = 0
+    finished_at: int = 0
+    at: int = 0  # the newest fact's time; no later fact is stamped earlier
+    unknown_kinds: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> bool:
+        return self.status in TERMINAL_STATUSES
+
+    @property
+    def parked(self) -> bool:
+        return self.status == Status.SUSPENDED
+
+    @property
+    def pending_waits(self) -> tuple[Wait, ...]:
+        """The waits that the newest park holds and nobody has answered."""
+        return tuple(wait for wait in self.waits.values() if wait.pending) if self.parked else ()
+
+    @property
+    def in_doubt(self) -> tuple[Frame, ...]:
+        return tuple(frame for frame in self.frames.values() if frame.status == FrameStatus.IN_DOUBT)

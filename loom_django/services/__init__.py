@@ -1,0 +1,1 @@
+"""What goes on around executions; each service does one bounded piece per tick."""

@@ -1,0 +1,1 @@
+"""Where logs, timers, messages and leases live."""
