@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, Protocol
 
-from loom_django.kernel.events import Event
+from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.projection import Projection
 
 # An append that met a serialization failure or a deadlock is sent again; nothing landed.
@@ -42,6 +42,14 @@ class SequenceOccupied(AppendRefused):
 
 class WakesMoved(AppendRefused):
     """A wake arrived between the body's look and its park: look again."""
+
+
+class RowLocked(AppendRefused):
+    """Another transaction held a row for longer than the connection's ``lock_timeout``.
+
+    Only where the connection has one: a writer of many executions, so that one of them does not stall all.
+    The same commit may be sent again on a connection that waits.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,7 @@ class Message:
     name: str
     message_id: str
     body: str  # the payload in the codec's form, as text
+    wait: str = ""  # the wait that an answer was stored for; "" for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +123,15 @@ class Commit:
     """What lands together for one execution.
 
     ``events`` are consecutive. ``fence`` is presented to the guard: an append to an execution whose token
-    is not 0 must carry exactly it; audit kinds and ``new`` are exempt. ``projection`` is the fold after the
-    last event. ``new`` makes the execution's row (the first event is sequence 1). ``wakes`` is the count of
-    wakes that the body saw before it decided to park. ``timers_off`` are wake times whose plain rows go;
-    None means all rows of the execution (at its end).
+    is not 0 must carry exactly it; ``new`` and a commit of audit kinds alone are exempt. ``projection`` is
+    the fold after the last event. ``new`` makes the execution's row (the first event is sequence 1); where
+    a deleted execution left a token behind, the start moves it, and :meth:`EventStore.fence` tells it.
+    ``wakes`` is the count of wakes that the body saw before it decided to park, ``wakes_of`` whose they are
+    (the first of a chain; None: the execution's own). ``timers`` may be another execution's (a parent's).
+    ``timers_off`` are wake times whose plain rows go, the marks of a re-drive or a deadline keep a row;
+    None means all rows of the execution (at its end). ``wake`` are other executions that are woken by this
+    commit: each one's wakes go up by 1 and it gets a due re-drive row. ``also`` are commits of other
+    executions (a child's or a successor's start): all land, or none; they hold no ``also`` of their own.
     """
 
     execution_id: str
@@ -127,13 +141,41 @@ class Commit:
     ownership: Ownership = KEEP
     new: NewExecution | None = None
     wakes: int | None = None
+    wakes_of: str | None = None
     timers: tuple[TimerRow, ...] = ()
     timers_off: tuple[datetime, ...] | None = ()
     messages: tuple[int, ...] = ()
+    wake: tuple[str, ...] = ()
+    also: tuple[Commit, ...] = ()
 
     @property
     def first_sequence(self) -> int:
         return self.events[0].sequence
+
+    @property
+    def unguarded(self) -> bool:
+        """True if the fence does not guard it: a start, or notes of others."""
+        return self.new is not None or all(event.kind in AUDIT for event in self.events)
+
+    @property
+    def parks(self) -> bool:
+        """True if the execution's fence row must be there afterwards, so that a sender meets the park."""
+        return self.wakes is not None or any(event.kind == Kind.EXECUTION_SUSPENDED for event in self.events)
+
+    def check(self) -> None:
+        """Refuse what no caller may send.
+
+        Raises:
+            ValueError: the events are not consecutive ones of the execution, or a start does not begin at 1.
+        """
+        first = self.events[0].sequence
+        for place, event in enumerate(self.events):
+            if event.sequence != first + place or event.execution_id != self.execution_id:
+                raise ValueError(
+                    f"events of a commit to {self.execution_id!r} must be consecutive ones of it"
+                )
+        if (self.new is not None) != (first == 1):
+            raise ValueError(f"a commit to {self.execution_id!r} starts at 1 if and only if it is a start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +238,10 @@ class EventStore(Protocol):
     """The log and its fences."""
 
     def append(self, commit: Commit) -> None:
-        """Land a commit, durable when this returns.
+        """Land a commit, durable when this returns (in a caller's transaction: when that commits).
 
         Sent again after a lost connection until it lands or is refused: an occupied sequence whose event
-        carries this commit's ``writer`` means that it had landed.
+        carries this commit's ``writer`` means that it had landed (a ``writer`` of 0 proves nothing).
 
         Raises:
             StaleFenceError: the execution's token is not the one presented.
@@ -207,10 +249,14 @@ class EventStore(Protocol):
             WakesMoved: ``commit.wakes`` is not the count any more.
             ExecutionConflictError: never; a start on a taken id is ``SequenceOccupied``.
             StoreUnavailableError: the database stayed away; nothing is known to have landed.
+            RowLocked: only where the connection has a ``lock_timeout``.
         """
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
-        """Land several executions' commits, each by itself: None where it landed, else why not."""
+        """Land several executions' commits, each by itself: None where it landed, else why not.
+
+        Commits of one execution land in the order given; one behind a refused one is refused as well.
+        """
 
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:
         """The log in order, from ``after + 1``; all of it unless ``limit`` is given."""
@@ -221,13 +267,17 @@ class EventStore(Protocol):
     def fence(self, execution_id: str) -> int:
         """The current token; 0 if nobody ever acquired one."""
 
+    def wakes(self, execution_id: str) -> int:
+        """The count of wakes, to be read before the look that a park relies on."""
+
     def acquire_fence(self, execution_id: str) -> int:
         """Move the token up by one and return it; older tokens are stale from now on."""
 
     def delete_execution(self, execution_id: str) -> bool:
         """Remove a finished execution's rows. A token that was ever acquired stays; a 0 row goes.
 
-        False, and nothing removed, if it is not finished or not there.
+        Messages and wakes are the chain's: they go with its last member. False, and nothing removed, if it
+        is not finished or not there.
         """
 
 
@@ -235,20 +285,27 @@ class TimerStore(Protocol):
     """The wakes that are owed."""
 
     def schedule(self, row: TimerRow) -> None:
-        """Upsert a row; a redrive mark that is there is never dropped."""
+        """Upsert a row; the mark of a re-drive or a deadline that is there is never dropped.
+
+        A row that was put off is due by the new row's times again.
+        """
 
     def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
         """Take due rows: no other claim sees them for ``hold`` seconds (their ``not_before`` moves).
 
-        Oldest first. Rows of flows outside ``known``, and re-drive rows where ``redrive`` is False, are
-        left out before the limit. A row is due when wake_at, and not_before if any, have passed.
+        Those that are due longest first. Rows of flows outside ``known``, and re-drive rows where
+        ``redrive`` is False, are left out before the limit; a row whose execution is gone goes to anybody
+        (its ``flow_id`` is ""). A row is due when wake_at, and not_before if any, have passed.
         """
 
     def put_off(self, row: TimerRow, *, delay: float, tries: int) -> None:
-        """Move the row's ``not_before`` to ``delay`` seconds from now and set its tries."""
+        """Move the row's ``not_before`` to ``delay`` seconds from now and set its tries.
 
-    def retire(self, execution_id: str, wake_at: datetime) -> None:
-        """Remove one row."""
+        Nothing, if its ``not_before`` is not the given row's any more: the wake was written anew meanwhile.
+        """
+
+    def retire(self, execution_id: str, wake_at: datetime, *, claimed: TimerRow | None = None) -> None:
+        """Remove one row; with ``claimed``, only if it was not written anew since that claim."""
 
     def timers(self, execution_id: str) -> list[TimerRow]:
         """All rows of an execution, soonest first."""
@@ -261,10 +318,20 @@ class LeaseStore(Protocol):
     """Who is alive and holds an execution."""
 
     def claim(self, execution_id: str, *, owner: str, token: int, ttl: float) -> bool:
-        """Take a *ready* execution under a lease. False if it is not ready (held, parked, over)."""
+        """Take a *ready* execution under a lease.
+
+        False if it is not ready (held, parked, over), or only from a later time on.
+        """
 
     def claim_ready(
-        self, *, owner: str, token: int, ttl: float, limit: int, known: Known, queues: Sequence[str] | None = None
+        self,
+        *,
+        owner: str,
+        token: int,
+        ttl: float,
+        limit: int,
+        known: Known,
+        queues: Sequence[str] | None = None,
     ) -> list[Claimed]:
         """Take ready executions in a batch, by priority (high first) and age; then their fences."""
 
@@ -287,16 +354,26 @@ class LeaseStore(Protocol):
         """Executions that have been ready for longer than ``grace`` seconds (owner "" and token 0)."""
 
     def count_recovery(self, execution_id: str, *, sequence: int) -> int:
-        """Count a takeover of an execution whose log ends at ``sequence``; a longer log starts at 1 again."""
+        """Count a takeover of an execution whose log ends at ``sequence``; another end starts at 1 again."""
 
 
 class InboxStore(Protocol):
     """Messages, kept until a receive wants them."""
 
-    def send(self, execution_id: str, *, name: str, message_id: str, body: str) -> bool:
+    def send(
+        self,
+        execution_id: str,
+        *,
+        name: str,
+        message_id: str,
+        body: str,
+        wait: str = "",
+        receiver: str | None = None,
+    ) -> bool:
         """Store a message, add 1 to the receiver's wakes and leave a due re-drive row; one transaction.
 
-        False if a message of that id is there already (nothing changes).
+        ``execution_id`` is the chain that owns inbox and wakes, ``receiver`` the member that the re-drive
+        row is for (None: the same). False if a message of that id is there already (nothing changes).
         """
 
     def inbox(self, execution_id: str, name: str) -> list[Message]:

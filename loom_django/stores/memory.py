@@ -1,0 +1,516 @@
+"""The reference store: what each call of :mod:`loom_django.stores.base` means, in the fewest words.
+
+It lives in one process and forgets everything with it. One lock makes every call atomic, and after each
+change of an execution it asserts that exactly one of four holds: finished, parked, ready, held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from loom_django.errors import StaleFenceError
+from loom_django.kernel.events import Event
+from loom_django.kernel.projection import Projection
+from loom_django.kernel.state import TERMINAL_STATUSES, Status
+from loom_django.stores.base import (
+    Claimed,
+    Commit,
+    Due,
+    Known,
+    Lease,
+    Loaded,
+    Message,
+    NewExecution,
+    Ownership,
+    SequenceOccupied,
+    TimerRow,
+    WakesMoved,
+)
+
+logger = logging.getLogger("loom_django.stores")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One execution: its projection, and who is to run it."""
+
+    new: NewExecution
+    projection: Projection
+    ready_at: datetime | None = None
+    owner: str = ""
+    token: int | None = None
+    until: datetime | None = None
+
+    def check(self) -> None:
+        status = self.projection.status
+        unowned = status in TERMINAL_STATUSES or status == Status.SUSPENDED
+        ready = self.ready_at is not None
+        held = self.token is not None and self.until is not None
+        if (ready, held) not in ({(False, False)} if unowned else {(True, False), (False, True)}):
+            raise AssertionError(
+                f"{status}, ready {ready}, held {held}: not one of finished, parked, ready, held"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _FenceRow:
+    token: int = 0
+    wakes: int = 0
+    recoveries: int = 0
+    recovered_sequence: int = 0
+
+
+@dataclass
+class _Tables:
+    logs: defaultdict[str, list[Event]] = field(default_factory=lambda: defaultdict(list))
+    rows: dict[str, _Row] = field(default_factory=dict)
+    fences: dict[str, _FenceRow] = field(default_factory=dict)
+    timers: defaultdict[str, dict[datetime, TimerRow]] = field(default_factory=lambda: defaultdict(dict))
+    inboxes: defaultdict[str, dict[str, Message]] = field(default_factory=lambda: defaultdict(dict))
+    taken: set[int] = field(default_factory=set)
+
+    def copy(self) -> _Tables:
+        return _Tables(
+            defaultdict(list, {key: list(log) for key, log in self.logs.items()}),
+            dict(self.rows),
+            dict(self.fences),
+            defaultdict(dict, {key: dict(rows) for key, rows in self.timers.items()}),
+            defaultdict(dict, {key: dict(inbox) for key, inbox in self.inboxes.items()}),
+            set(self.taken),
+        )
+
+
+class MemoryStore:
+    """A :class:`~loom_django.stores.base.Store` without a database."""
+
+    def __init__(self, clock: Callable[[], datetime] | None = None) -> None:
+        self._clock = clock or (lambda: datetime.now(UTC))
+        self._shift = timedelta()
+        self._lock = threading.RLock()
+        self._depth = 0  # of open transactions; the lock's holder is the only one who is in them
+        self._rollback = False
+        self._after: list[Callable[[], None]] = []
+        self._tables = _Tables()
+        self._numbers = itertools.count(1)
+
+    # The log and its fences.
+
+    def append(self, commit: Commit) -> None:
+        with self._lock:
+            group = (commit, *commit.also)
+            for member in group:
+                member.check()
+            if all(self._landed(member) for member in group):
+                return
+            now = self.now()
+            for member in group:
+                self._guard(member)
+            rows = [self._next_row(member, now) for member in group]
+            for member, row in zip(group, rows, strict=True):
+                self._write(member, row, now)
+
+    def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        outcomes: list[Exception | None] = []
+        for commit in commits:
+            try:
+                self.append(commit)
+            except Exception as error:
+                outcomes.append(error)
+            else:
+                outcomes.append(None)
+        return outcomes
+
+    def _landed(self, commit: Commit) -> bool:
+        log = self._tables.logs[commit.execution_id]
+        there = log[commit.first_sequence - 1 : commit.first_sequence - 1 + len(commit.events)]
+        return len(there) == len(commit.events) and all(
+            old.writer == new.writer != 0 for old, new in zip(there, commit.events, strict=True)
+        )
+
+    def _guard(self, commit: Commit) -> None:
+        fence = self._fence_row(commit.execution_id)
+        if not commit.unguarded and fence.token not in (0, commit.fence):
+            raise StaleFenceError(commit.execution_id, commit.fence, fence.token)
+        seen = self._fence_row(commit.wakes_of or commit.execution_id).wakes
+        if commit.wakes is not None and commit.wakes != seen:
+            raise WakesMoved(commit.execution_id, commit.first_sequence)
+        if len(self._tables.logs[commit.execution_id]) != commit.first_sequence - 1:
+            raise SequenceOccupied(commit.execution_id, commit.first_sequence)
+
+    def _next_row(self, commit: Commit, now: datetime) -> _Row | None:
+        there = self._tables.rows.get(commit.execution_id)
+        if commit.new is not None:
+            there = _Row(commit.new, commit.projection)
+        if there is None:
+            return None  # a log without its row: for loom_verify
+        row = _own(replace(there, projection=commit.projection), commit.ownership, now)
+        row.check()
+        return row
+
+    def _write(self, commit: Commit, row: _Row | None, now: datetime) -> None:
+        tables, key = self._tables, commit.execution_id
+        fence = self._fence_row(key)
+        if commit.new is not None and fence.token:
+            tables.fences[key] = _FenceRow(fence.token + 1, fence.wakes)
+        if commit.parks:
+            tables.fences.setdefault(key, fence)
+            tables.fences.setdefault(commit.wakes_of or key, _FenceRow())
+        for woken in commit.wake:
+            self._wake(woken, woken, now)
+        tables.logs[key] += [replace(event, recorded_at=now) for event in commit.events]
+        if row is not None:
+            tables.rows[key] = row
+        self._drop_timers(commit)
+        for timer in commit.timers:
+            self._upsert(timer)
+        tables.taken |= set(commit.messages)
+
+    def _drop_timers(self, commit: Commit) -> None:
+        rows = self._tables.timers[commit.execution_id]
+        for wake_at, timer in list(rows.items()):
+            plain = timer.redrive is None and not timer.deadline
+            if commit.timers_off is None or (plain and wake_at in commit.timers_off):
+                del rows[wake_at]
+
+    def _wake(self, execution_id: str, receiver: str, now: datetime) -> None:
+        fence = self._fence_row(execution_id)
+        self._tables.fences[execution_id] = replace(fence, wakes=fence.wakes + 1)
+        self._upsert(TimerRow(receiver, now, redrive=0))
+
+    def _put(self, execution_id: str, row: _Row) -> None:
+        row.check()
+        self._tables.rows[execution_id] = row
+
+    def _fence_row(self, execution_id: str) -> _FenceRow:
+        return self._tables.fences.get(execution_id, _FenceRow())
+
+    def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:
+        with self._lock:
+            log = self._tables.logs[execution_id]
+            return log[after : None if limit is None else after + limit]
+
+    def load(self, execution_id: str, *, after: int = 0) -> Loaded:
+        with self._lock:
+            fence = self._fence_row(execution_id)
+            return Loaded(tuple(self.read(execution_id, after=after)), fence.token, fence.wakes)
+
+    def fence(self, execution_id: str) -> int:
+        with self._lock:
+            return self._fence_row(execution_id).token
+
+    def wakes(self, execution_id: str) -> int:
+        with self._lock:
+            return self._fence_row(execution_id).wakes
+
+    def acquire_fence(self, execution_id: str) -> int:
+        with self._lock:
+            fence = self._fence_row(execution_id)
+            self._tables.fences[execution_id] = replace(fence, token=fence.token + 1)
+            return fence.token + 1
+
+    def delete_execution(self, execution_id: str) -> bool:
+        with self._lock:
+            tables = self._tables
+            row = tables.rows.get(execution_id)
+            if row is None or row.projection.status not in TERMINAL_STATUSES:
+                return False
+            del tables.rows[execution_id]
+            tables.logs.pop(execution_id, None)
+            tables.timers.pop(execution_id, None)
+            chain = row.new.chain or execution_id
+            if not any((other.new.chain or key) == chain for key, other in tables.rows.items()):
+                tables.inboxes.pop(chain, None)
+                self._delete_fence(chain)
+            if chain != execution_id:
+                self._delete_fence(execution_id)
+            return True
+
+    def _delete_fence(self, execution_id: str) -> None:
+        if self._fence_row(execution_id).token == 0:
+            self._tables.fences.pop(execution_id, None)
+
+    # The wakes that are owed.
+
+    def schedule(self, row: TimerRow) -> None:
+        with self._lock:
+            self._upsert(row)
+
+    def _upsert(self, row: TimerRow) -> None:
+        rows = self._tables.timers[row.execution_id]
+        there = rows.get(row.wake_at)
+        if there is not None:
+            redrive = there.redrive if row.redrive is None else row.redrive
+            row = replace(row, redrive=redrive, deadline=row.deadline or there.deadline)
+        rows[row.wake_at] = row
+
+    def _all_timers(self) -> Iterator[TimerRow]:
+        for rows in self._tables.timers.values():
+            yield from rows.values()
+
+    def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
+        with self._lock:
+            now = self.now()
+            due = [
+                row
+                for row in sorted(self._all_timers(), key=_due_at)
+                if _due_at(row) <= now and (redrive or row.redrive is None) and self._serves(known, row)
+            ]
+            claimed = []
+            for row in due[:limit]:
+                held = replace(row, not_before=now + timedelta(seconds=hold))
+                self._tables.timers[row.execution_id][row.wake_at] = held
+                claimed.append(Due(held, now, *self._flow_of(row.execution_id)))
+            return claimed
+
+    def _serves(self, known: Known, row: TimerRow) -> bool:
+        return row.execution_id not in self._tables.rows or known.admits(*self._flow_of(row.execution_id))
+
+    def _flow_of(self, execution_id: str) -> tuple[str, int]:
+        row = self._tables.rows.get(execution_id)
+        return (row.projection.flow_id, row.projection.version) if row else ("", 0)
+
+    def put_off(self, row: TimerRow, *, delay: float, tries: int) -> None:
+        with self._lock:
+            rows = self._tables.timers[row.execution_id]
+            there = rows.get(row.wake_at)
+            if there is not None and there.not_before == row.not_before:
+                not_before = self.now() + timedelta(seconds=delay)
+                rows[row.wake_at] = replace(there, not_before=not_before, tries=tries)
+
+    def retire(self, execution_id: str, wake_at: datetime, *, claimed: TimerRow | None = None) -> None:
+        with self._lock:
+            rows = self._tables.timers[execution_id]
+            there = rows.get(wake_at)
+            if there is not None and (claimed is None or there.not_before == claimed.not_before):
+                del rows[wake_at]
+
+    def timers(self, execution_id: str) -> list[TimerRow]:
+        with self._lock:
+            return sorted(self._tables.timers[execution_id].values(), key=lambda row: row.wake_at)
+
+    def next_due(self) -> datetime | None:
+        with self._lock:
+            return min(map(_due_at, self._all_timers()), default=None)
+
+    # Who is alive and holds an execution.
+
+    def claim(self, execution_id: str, *, owner: str, token: int, ttl: float) -> bool:
+        with self._lock:
+            row = self._tables.rows.get(execution_id)
+            if row is None or row.ready_at is None or row.ready_at > self.now():
+                return False
+            self._put(
+                execution_id, _own(row, Ownership("held", owner=owner, token=token, ttl=ttl), self.now())
+            )
+            return True
+
+    def claim_ready(
+        self,
+        *,
+        owner: str,
+        token: int,
+        ttl: float,
+        limit: int,
+        known: Known,
+        queues: Sequence[str] | None = None,
+    ) -> list[Claimed]:
+        with self._lock:
+            ready = [
+                (-row.new.priority, row.ready_at, execution_id)
+                for execution_id, row in self._tables.rows.items()
+                if row.ready_at is not None
+                and row.ready_at <= self.now()
+                and (queues is None or row.new.queue in queues)
+                and known.admits(row.projection.flow_id, row.projection.version)
+            ]
+            claimed = []
+            for _, _, execution_id in sorted(ready)[:limit]:
+                self.claim(execution_id, owner=owner, token=token, ttl=ttl)
+                claimed.append(Claimed(execution_id, token, self.acquire_fence(execution_id)))
+            return claimed
+
+    def renew(self, leases: Sequence[tuple[str, int]], *, ttl: float) -> set[str]:
+        with self._lock:
+            held = {
+                key for key, token in leases if (row := self._tables.rows.get(key)) and row.token == token
+            }
+            for execution_id in held:
+                until = self.now() + timedelta(seconds=ttl)
+                self._put(execution_id, replace(self._tables.rows[execution_id], until=until))
+            return held
+
+    def release(self, execution_id: str, token: int) -> bool:
+        with self._lock:
+            row = self._tables.rows.get(execution_id)
+            if row is None or row.token != token:
+                return False
+            self._put(execution_id, _own(row, Ownership("ready"), self.now()))
+            return True
+
+    def expired(self, *, limit: int) -> list[Lease]:
+        with self._lock:
+            leases = [lease for key in self._tables.rows if (lease := self.held(key)) is not None]
+            over = [lease for lease in leases if lease.until <= self.now()]
+            return sorted(over, key=lambda lease: lease.until)[:limit]
+
+    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float) -> bool:
+        with self._lock:
+            row = self._tables.rows.get(lease.execution_id)
+            if row is None or row.until is None or row.token != lease.token or row.until > self.now():
+                return False
+            held = Ownership("held", owner=owner, token=token, ttl=ttl)
+            self._put(lease.execution_id, _own(row, held, self.now()))
+            return True
+
+    def held(self, execution_id: str) -> Lease | None:
+        with self._lock:
+            row = self._tables.rows.get(execution_id)
+            if row is None or row.token is None or row.until is None:
+                return None
+            return Lease(execution_id, row.owner, row.token, row.until, *self._flow_of(execution_id))
+
+    def stale_ready(self, *, grace: float, limit: int) -> list[Lease]:
+        with self._lock:
+            before = self.now() - timedelta(seconds=grace)
+            stale = [
+                Lease(key, "", 0, row.ready_at, *self._flow_of(key))
+                for key, row in self._tables.rows.items()
+                if row.ready_at is not None and row.ready_at < before
+            ]
+            return sorted(stale, key=lambda lease: lease.until)[:limit]
+
+    def count_recovery(self, execution_id: str, *, sequence: int) -> int:
+        with self._lock:
+            fence = self._fence_row(execution_id)
+            count = fence.recoveries + 1 if fence.recovered_sequence == sequence else 1
+            self._tables.fences[execution_id] = replace(fence, recoveries=count, recovered_sequence=sequence)
+            return count
+
+    # Messages.
+
+    def send(
+        self,
+        execution_id: str,
+        *,
+        name: str,
+        message_id: str,
+        body: str,
+        wait: str = "",
+        receiver: str | None = None,
+    ) -> bool:
+        with self._lock:
+            inbox = self._tables.inboxes[execution_id]
+            if message_id in inbox:
+                return False
+            inbox[message_id] = Message(next(self._numbers), execution_id, name, message_id, body, wait)
+            self._wake(execution_id, receiver or execution_id, self.now())
+            return True
+
+    def inbox(self, execution_id: str, name: str) -> list[Message]:
+        with self._lock:
+            return [message for message in self._untaken(execution_id) if message.name == name]
+
+    def message_names(self, execution_id: str) -> set[str]:
+        with self._lock:
+            return {message.name for message in self._untaken(execution_id)}
+
+    def _untaken(self, execution_id: str) -> Iterator[Message]:
+        for message in self._tables.inboxes[execution_id].values():
+            if message.number not in self._tables.taken:
+                yield message
+
+    # The clock and the transaction.
+
+    def now(self) -> datetime:
+        return self._clock() + self._shift
+
+    def clock_offset(self) -> float:
+        return (self.now() - datetime.now(UTC)).total_seconds()
+
+    def measure(self) -> None:
+        """Nothing to do: the offset is never remembered."""
+
+    def shift_clock(self, by: timedelta) -> None:
+        self._shift += by
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All calls of the block land or none; other threads wait until it ends."""
+        with self._lock:
+            saved, registered, outermost = self._tables.copy(), len(self._after), self._depth == 0
+            self._depth += 1
+            try:
+                yield
+                failed = self._rollback
+            except BaseException:
+                failed = True
+                raise
+            finally:
+                self._depth -= 1
+                if failed:
+                    self._tables = saved
+                    del self._after[registered:]
+                if outermost:
+                    after, self._after, self._rollback = self._after, [], False
+        if outermost:
+            for callback in after:
+                _call_robustly(callback)
+
+    def set_rollback(self) -> None:
+        """Mark the open transaction for rollback, as ``transaction.set_rollback(True)`` does."""
+        self._rollback = True
+
+    def in_transaction(self) -> bool:
+        # Whoever else asks waits for the lock, and finds the transaction over.
+        with self._lock:
+            return self._depth > 0
+
+    def in_testcase(self) -> bool:
+        return False
+
+    def on_commit(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if self._depth:
+                self._after.append(callback)
+                return
+        _call_robustly(callback)
+
+    def marked_for_rollback(self) -> bool:
+        with self._lock:
+            return self._rollback
+
+    def close_old_connections(self) -> None:
+        """Nothing to do: there is no connection."""
+
+
+def _own(row: _Row, ownership: Ownership, now: datetime) -> _Row:
+    """The row under its owner after a commit."""
+    match ownership.mode:
+        case "keep":
+            return row
+        case "ready":
+            return replace(row, ready_at=ownership.at or now, owner="", token=None, until=None)
+        case "held":
+            until = now + timedelta(seconds=ownership.ttl)
+            return replace(row, ready_at=None, owner=ownership.owner, token=ownership.token, until=until)
+        case _:
+            return replace(row, ready_at=None, owner="", token=None, until=None)
+
+
+def _due_at(row: TimerRow) -> datetime:
+    return max(row.wake_at, row.not_before or row.wake_at)
+
+
+def _call_robustly(callback: Callable[[], None]) -> None:
+    """A callback that fails is reported; it never breaks whoever committed."""
+    try:
+        callback()
+    except Exception:
+        logger.exception("a callback after commit failed")
