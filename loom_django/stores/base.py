@@ -338,8 +338,11 @@ class LeaseStore(Protocol):
     def renew(self, leases: Sequence[tuple[str, int]], *, ttl: float) -> set[str]:
         """Prolong the given (execution id, token) leases in one statement; return the ids still held."""
 
-    def release(self, execution_id: str, token: int) -> bool:
-        """Hand back: the lease goes, the execution is ready again. False if the token is not the holder's."""
+    def release(self, execution_id: str, token: int, *, delay: float = 0.0) -> bool:
+        """Hand back: the lease goes, the execution is ready again, ``delay`` seconds from now.
+
+        False if the token is not the holder's. A row whose ``ready_at`` lies ahead is not claimed before.
+        """
 
     def expired(self, *, limit: int) -> list[Lease]:
         """Leases that ended by the store's clock, oldest first."""
@@ -412,6 +415,9 @@ class Store(EventStore, TimerStore, LeaseStore, InboxStore, Protocol):
 
     def marked_for_rollback(self) -> bool:
         """True if the open transaction will roll back without an exception."""
+
+    def is_connection_lost(self, error: BaseException) -> bool:
+        """True if an error means that the connection went, so that nobody knows what was committed."""
 
     def close_old_connections(self) -> None:
         """Drop connections of this thread that are broken or past their age; loom's own threads only."""
