@@ -346,12 +346,12 @@ class MemoryStore:
                 self._put(execution_id, replace(self._tables.rows[execution_id], until=until))
             return held
 
-    def release(self, execution_id: str, token: int) -> bool:
+    def release(self, execution_id: str, token: int, *, delay: float = 0.0) -> bool:
         with self._lock:
             row = self._tables.rows.get(execution_id)
             if row is None or row.token != token:
                 return False
-            self._put(execution_id, _own(row, Ownership("ready"), self.now()))
+            self._put(execution_id, _own(row, Ownership("ready"), self.now() + timedelta(seconds=delay)))
             return True
 
     def expired(self, *, limit: int) -> list[Lease]:
@@ -485,6 +485,9 @@ class MemoryStore:
     def marked_for_rollback(self) -> bool:
         with self._lock:
             return self._rollback
+
+    def is_connection_lost(self, error: BaseException) -> bool:
+        return False
 
     def close_old_connections(self) -> None:
         """Nothing to do: there is no connection."""

@@ -1,0 +1,291 @@
+"""The tables, for reading: the log and what is derived from it.
+
+Rows are written by the stores alone; ``save``, ``update`` and ``delete`` raise
+:class:`~loom_django.errors.ReadOnlyModelError` and name the call to use. Which fields are promised to stay
+stands in the reference.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from django.db import models
+from django.db.models import F, Q
+from django.db.models.functions import Coalesce, Now
+from django.utils.translation import gettext_lazy as _
+from django.utils.translation import pgettext_lazy
+
+from loom_django.errors import ReadOnlyModelError
+from loom_django.fields import EncodedField, IdField
+from loom_django.kernel.state import TERMINAL_STATUSES, Status
+from loom_django.querysets import ExecutionQuerySet, ReadOnlyQuerySet
+
+
+class ExecutionStatus(models.TextChoices):
+    """The statuses of an execution, as the fold knows them."""
+
+    PENDING = Status.PENDING, pgettext_lazy("execution status", "Pending")
+    RUNNING = Status.RUNNING, pgettext_lazy("execution status", "Running")
+    SUSPENDED = Status.SUSPENDED, pgettext_lazy("execution status", "Suspended")
+    COMPLETED = Status.COMPLETED, pgettext_lazy("execution status", "Completed")
+    FAILED = Status.FAILED, pgettext_lazy("execution status", "Failed")
+    CANCELLED = Status.CANCELLED, pgettext_lazy("execution status", "Cancelled")
+    CONTINUED = Status.CONTINUED, pgettext_lazy("execution status", "Continued")
+
+
+class ReadOnlyModel(models.Model):
+    """A row that only the store writes."""
+
+    written_by = "loom.start, loom.resume, loom.cancel and the other calls on loom"
+
+    objects = ReadOnlyQuerySet.as_manager()
+
+    class Meta:
+        abstract = True
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        raise ReadOnlyModelError(self._meta.label, self.written_by)
+
+    def delete(self, *args: Any, **kwargs: Any) -> tuple[int, dict[str, int]]:
+        raise ReadOnlyModelError(self._meta.label, self.written_by)
+
+
+# Plain text, so that the migration names no class of the kernel.
+_OWNED = Q(status__in=["PENDING", "RUNNING"])
+_LIVE = Q(status__in=["PENDING", "RUNNING", "SUSPENDED"])
+_READY = Q(ready_at__isnull=False, lease_token__isnull=True, lease_until__isnull=True)
+_HELD = Q(ready_at__isnull=True, lease_token__isnull=False, lease_until__isnull=False)
+_UNOWNED = Q(ready_at__isnull=True, lease_token__isnull=True, lease_until__isnull=True)
+
+
+class Execution(ReadOnlyModel):
+    """One run of a flow: the projection of its log, and who is to run it.
+
+    Always exactly one of four, kept by a constraint: finished, parked (SUSPENDED), ready, held.
+    """
+
+    id = IdField(_("execution id"), primary_key=True)
+    flow_id = models.CharField(_("flow"), max_length=255)
+    version = models.PositiveIntegerField(_("version"), default=1)
+    status = models.CharField(_("status"), max_length=16, choices=ExecutionStatus.choices)
+    last_sequence = models.PositiveBigIntegerField(_("last sequence"))
+    flow_hash = models.CharField(_("flow hash"), max_length=80, default="", blank=True)
+    code_hash = models.CharField(_("code fingerprint"), max_length=255, default="", blank=True)
+    created_at = models.DateTimeField(_("created"))
+    updated_at = models.DateTimeField(_("updated"))
+    finished_at = models.DateTimeField(_("finished"), null=True, blank=True)
+    scheduled_at = models.DateTimeField(_("occurrence"), null=True, blank=True)
+    current_step = models.TextField(_("current step"), default="", blank=True)
+    in_doubt = models.PositiveIntegerField(_("effects in doubt"), default=0)
+    waits = EncodedField(_("waits"), default="[]")
+    waiting_on = models.CharField(_("waiting on"), max_length=255, default="", blank=True)
+    error_type = models.CharField(_("error type"), max_length=255, default="", blank=True)
+    error_message = models.TextField(_("error"), default="", blank=True)
+
+    queue = models.CharField(_("queue"), max_length=100, default="default")
+    priority = models.IntegerField(_("priority"), default=0)
+    not_before = models.DateTimeField(_("not before"), null=True, blank=True)
+    deadline = models.DateTimeField(_("deadline"), null=True, blank=True)
+    parent_id = IdField(_("parent"), null=True, blank=True)
+    chain = IdField(_("chain"), help_text=_("The id of the first execution of a continued chain."))
+    subject_type = models.CharField(_("subject type"), max_length=100, default="", blank=True)
+    subject_id = models.CharField(_("subject id"), max_length=255, default="", blank=True)
+    attributes = models.JSONField(_("attributes"), default=dict)
+
+    ready_at = models.DateTimeField(_("ready since"), null=True, blank=True)
+    lease_owner = models.CharField(_("holder"), max_length=255, default="", blank=True)
+    lease_token = models.BigIntegerField(_("lease token"), null=True, blank=True)
+    lease_until = models.DateTimeField(_("lease until"), null=True, blank=True)
+
+    objects = ExecutionQuerySet.as_manager()
+
+    class Meta:
+        db_table = "loom_execution"
+        verbose_name = _("execution")
+        verbose_name_plural = _("executions")
+        default_permissions = ("view",)
+        permissions = [
+            ("view_payload", "Can see inputs, results and payloads"),
+            ("resolve_step", "Can settle an effect in doubt"),
+            ("resume_execution", "Can resume an execution"),
+            ("cancel_execution", "Can cancel an execution"),
+            ("recover_execution", "Can recover an execution"),
+            ("retry_error", "Can retry an execution that is parked on an error"),
+        ]
+        constraints = [
+            models.CheckConstraint(
+                name="loom_execution_status", condition=Q(status__in=[str(status) for status in Status])
+            ),
+            models.CheckConstraint(
+                name="loom_execution_one_of_four",
+                condition=(_OWNED & (_READY | _HELD)) | (~_OWNED & _UNOWNED),
+            ),
+        ]
+        # No index holds a column that every append changes (updated_at, last_sequence, current_step): on
+        # PostgreSQL one would cost each append an entry in every index (no heap-only update).
+        indexes = [
+            # claim_ready: the queue's head.
+            models.Index(
+                "queue",
+                F("priority").desc(),
+                "ready_at",
+                name="loom_execution_ready",
+                condition=Q(ready_at__isnull=False),
+            ),
+            # expired: leases by their end.
+            models.Index(
+                fields=["lease_until"], name="loom_execution_lease", condition=Q(lease_until__isnull=False)
+            ),
+            # The console's in-doubt queue.
+            models.Index(fields=["created_at"], name="loom_execution_in_doubt", condition=Q(in_doubt__gt=0)),
+            # The console's lists: newest first, by status, by flow.
+            models.Index(fields=["-created_at", "id"], name="loom_execution_newest"),
+            models.Index(fields=["status", "-created_at"], name="loom_execution_by_status"),
+            models.Index(fields=["flow_id", "-created_at"], name="loom_execution_by_flow"),
+            # What is live of which code: deploy check and census.
+            models.Index(
+                fields=["flow_id", "version"],
+                name="loom_execution_live",
+                condition=_LIVE,
+            ),
+            models.Index(
+                fields=["subject_type", "subject_id"],
+                name="loom_execution_subject",
+                condition=~Q(subject_type=""),
+            ),
+            models.Index(
+                fields=["parent_id"], name="loom_execution_parent", condition=Q(parent_id__isnull=False)
+            ),
+            # Successors only: nearly every chain has one member, and that one is found by its id.
+            models.Index(fields=["chain"], name="loom_execution_chain", condition=~Q(chain=F("id"))),
+        ]
+
+    def __str__(self) -> str:
+        return self.pk
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status in TERMINAL_STATUSES
+
+    @property
+    def pending_waits(self) -> list[dict[str, Any]]:
+        """The waits of the newest park: ``id``, ``on``, ``key``, ``wake_at`` and ``since`` (microseconds)."""
+        waits: list[dict[str, Any]] = json.loads(self.waits)
+        return waits
+
+    @property
+    def in_doubt_steps(self) -> list[str]:
+        """The ids of the steps that wait for a verdict."""
+        return [wait["key"] for wait in self.pending_waits if wait["id"].startswith("in-doubt:")]
+
+
+class Lease(Execution):
+    """Who holds what: the executions that are under a lease."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("lease")
+        verbose_name_plural = _("leases")
+        default_permissions = ("view",)
+
+
+class Event(ReadOnlyModel):
+    """One row of the log; :meth:`loom.history` gives the same as values."""
+
+    pk = models.CompositePrimaryKey("execution_id", "sequence")
+    execution_id = IdField(_("execution id"))
+    sequence = models.PositiveBigIntegerField(_("sequence"))
+    kind = models.CharField(_("kind"), max_length=255)
+    payload = EncodedField(_("payload"))
+    fence = models.BigIntegerField(_("fence"), null=True, blank=True)
+    writer = models.BigIntegerField(_("writer"), default=0)
+    is_kernel = models.BooleanField(_("kernel's own"), default=True)
+    recorded_at = models.DateTimeField(_("recorded"), db_default=Now())
+
+    class Meta:
+        db_table = "loom_event"
+        verbose_name = _("event")
+        verbose_name_plural = _("events")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.execution_id} {self.sequence} {self.kind}"
+
+
+class Fence(ReadOnlyModel):
+    """The fencing token of an execution, and the count of wakes sent to it."""
+
+    execution_id = IdField(_("execution id"), primary_key=True)
+    token = models.BigIntegerField(_("token"), default=0, db_default=0)
+    wakes = models.BigIntegerField(_("wakes"), default=0, db_default=0)
+    recoveries = models.IntegerField(_("recoveries"), default=0, db_default=0)
+    recovered_sequence = models.BigIntegerField(_("recovered at sequence"), default=0, db_default=0)
+
+    class Meta:
+        db_table = "loom_fence"
+        verbose_name = _("fence")
+        verbose_name_plural = _("fences")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.execution_id}: {self.token}"
+
+
+class Timer(ReadOnlyModel):
+    """A wake that is owed to an execution; due at ``not_before``, or at ``wake_at`` where that is empty."""
+
+    id = models.BigAutoField(primary_key=True)
+    execution_id = IdField(_("execution id"))
+    wake_at = models.DateTimeField(_("wake at"))
+    redrive = models.PositiveSmallIntegerField(_("re-drive attempt"), null=True, blank=True)
+    deadline = models.BooleanField(_("is a deadline"), default=False, db_default=False)
+    not_before = models.DateTimeField(_("not before"), null=True, blank=True)
+    tries = models.PositiveIntegerField(_("tries"), default=0, db_default=0)
+
+    class Meta:
+        db_table = "loom_timer"
+        verbose_name = _("timer")
+        verbose_name_plural = _("timers")
+        default_permissions = ("view",)
+        constraints = [
+            models.UniqueConstraint(fields=["execution_id", "wake_at"], name="loom_timer_execution_wake")
+        ]
+        indexes = [models.Index(Coalesce("not_before", "wake_at"), name="loom_timer_due")]
+
+    def __str__(self) -> str:
+        return f"{self.execution_id} at {self.wake_at.isoformat()}"
+
+
+class Message(ReadOnlyModel):
+    """One message of an inbox; addressed to the chain, taken by a commit of its receiver."""
+
+    written_by = "loom.send"
+
+    number = models.BigAutoField(primary_key=True)
+    execution_id = IdField(_("chain"))
+    name = models.CharField(_("name"), max_length=255)
+    message_id = models.CharField(_("message id"), max_length=255)
+    payload = EncodedField(_("payload"))
+    sent_at = models.DateTimeField(_("sent"), db_default=Now())
+    taken = models.BooleanField(_("taken"), default=False, db_default=False)
+    wait = models.CharField(_("wait"), max_length=255, default="", db_default="", blank=True)
+
+    class Meta:
+        db_table = "loom_message"
+        verbose_name = _("message")
+        verbose_name_plural = _("messages")
+        default_permissions = ("view",)
+        constraints = [
+            models.UniqueConstraint(fields=["execution_id", "message_id"], name="loom_message_once")
+        ]
+        indexes = [
+            models.Index(
+                fields=["execution_id", "name", "number"],
+                name="loom_message_untaken",
+                condition=Q(taken=False),
+            )
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.execution_id} {self.name} {self.message_id}"

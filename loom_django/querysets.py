@@ -1,0 +1,78 @@
+"""Querysets that name the states of executions; read-only, as their models are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import models
+from django.db.models.functions import Now
+
+from loom_django.errors import ReadOnlyModelError
+from loom_django.kernel.state import ON_DIVERGED, TERMINAL_STATUSES, Status
+
+
+class ReadOnlyQuerySet(models.QuerySet[Any]):
+    """Refuses every write, naming the way to do it."""
+
+    def _refuse(self) -> ReadOnlyModelError:
+        return ReadOnlyModelError(
+            self.model._meta.label, getattr(self.model, "written_by", "the calls on loom")
+        )
+
+    def create(self, **kwargs: Any) -> Any:
+        raise self._refuse()
+
+    def update(self, **kwargs: Any) -> int:
+        raise self._refuse()
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        raise self._refuse()
+
+    def bulk_create(self, *args: Any, **kwargs: Any) -> list[Any]:
+        raise self._refuse()
+
+    def bulk_update(self, *args: Any, **kwargs: Any) -> int:
+        raise self._refuse()
+
+
+class ExecutionQuerySet(ReadOnlyQuerySet):
+    """Executions by what they are doing."""
+
+    def running(self) -> ExecutionQuerySet:
+        return self.filter(status=Status.RUNNING)
+
+    def suspended(self) -> ExecutionQuerySet:
+        return self.filter(status=Status.SUSPENDED)
+
+    def failed(self) -> ExecutionQuerySet:
+        return self.filter(status=Status.FAILED)
+
+    def live(self) -> ExecutionQuerySet:
+        """Not finished."""
+        return self.exclude(status__in=[str(status) for status in TERMINAL_STATUSES])
+
+    def held(self) -> ExecutionQuerySet:
+        """Under a lease, expired or not."""
+        return self.filter(lease_token__isnull=False)
+
+    def expired(self) -> ExecutionQuerySet:
+        """Under a lease that ended by the database's clock."""
+        return self.filter(lease_until__lt=Now())
+
+    def ready(self) -> ExecutionQuerySet:
+        """Nobody runs it, somebody should."""
+        return self.filter(ready_at__isnull=False)
+
+    def in_doubt(self) -> ExecutionQuerySet:
+        """An effect of it waits for a verdict."""
+        return self.filter(in_doubt__gt=0)
+
+    def diverged(self) -> ExecutionQuerySet:
+        return self.suspended().filter(waiting_on=ON_DIVERGED)
+
+    def of_flow(self, flow_id: str) -> ExecutionQuerySet:
+        return self.filter(flow_id=flow_id)
+
+    def for_subject(self, subject: models.Model) -> ExecutionQuerySet:
+        """The executions that were started with ``subject=`` this object."""
+        return self.filter(subject_type=subject._meta.label_lower, subject_id=str(subject.pk))
