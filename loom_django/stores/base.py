@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, Protocol
 
 from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.projection import Projection
+from loom_django.kernel.state import Status
 
 # An append that met a serialization failure or a deadlock is sent again; nothing landed.
 APPEND_RETRIES: Final = 5
@@ -263,6 +264,9 @@ class EventStore(Protocol):
 
     def load(self, execution_id: str, *, after: int = 0) -> Loaded:
         """The log with token and wakes; those are read first, so a rival's move is refused, not missed."""
+
+    def status(self, execution_id: str) -> Status | None:
+        """The status by the projection, without reading the log; None if there is no such execution."""
 
     def fence(self, execution_id: str) -> int:
         """The current token; 0 if nobody ever acquired one."""
