@@ -21,6 +21,11 @@ RefusalReason = Literal[
 MAX_LISTED = 20
 
 
+def class_name(cls: type) -> str:
+    """The name by which classes are recorded, failures matched and types registered."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
 def _rebuild(cls: type[LoomError], args: tuple[Any, ...], state: dict[str, Any]) -> LoomError:
     error = cls.__new__(cls)
     error.args = args
@@ -73,10 +78,10 @@ class StepFailed(LoomError):
 
         A class may be given, or its name as "module.QualName"; a name without a module is a built-in one.
         """
-        if isinstance(exception, str):
-            name = exception if "." in exception else f"builtins.{exception}"
+        if not isinstance(exception, str):
+            name = class_name(exception)
         else:
-            name = f"{exception.__module__}.{exception.__qualname__}"
+            name = exception if "." in exception else f"builtins.{exception}"
         return name == self.error_type or name in self.bases
 
 
