@@ -423,5 +423,8 @@ class Store(EventStore, TimerStore, LeaseStore, InboxStore, Protocol):
     def is_connection_lost(self, error: BaseException) -> bool:
         """True if an error means that the connection went, so that nobody knows what was committed."""
 
+    def close_connections(self) -> None:
+        """Close this thread's connections, at its end; loom's own threads only."""
+
     def close_old_connections(self) -> None:
         """Drop connections of this thread that are broken or past their age; loom's own threads only."""
