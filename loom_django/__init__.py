@@ -1,1 +1,67 @@
+"""Durable flows for Django: plain functions whose progress is a log in the project's own database."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from loom_django.definitions import Flow, Step, Tool, flow, tool
+from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
+from loom_django.errors import (
+    EffectInDoubt,
+    ExecutionCancelledError,
+    ExecutionClosedError,
+    ExecutionConflictError,
+    ExecutionFailedError,
+    ExecutionNotFoundError,
+    LoomError,
+    ResultTimeoutError,
+    ResumeRefusedError,
+    StepFailed,
+    VerdictRefusedError,
+    WaitTimedOut,
+)
+from loom_django.kernel.backoff import RetryPolicy
+from loom_django.kernel.codec import register_type
+from loom_django.runtime import Handle, loom
+
+if TYPE_CHECKING:
+    from loom_django.models import ExecutionStatus
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncFlowContext",
+    "EffectInDoubt",
+    "ExecutionCancelledError",
+    "ExecutionClosedError",
+    "ExecutionConflictError",
+    "ExecutionFailedError",
+    "ExecutionNotFoundError",
+    "ExecutionStatus",
+    "Flow",
+    "FlowContext",
+    "Handle",
+    "LoomError",
+    "ResultTimeoutError",
+    "ResumeRefusedError",
+    "RetryPolicy",
+    "Step",
+    "StepContext",
+    "StepFailed",
+    "Tool",
+    "VerdictRefusedError",
+    "WaitTimedOut",
+    "flow",
+    "loom",
+    "register_type",
+    "tool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # The statuses are a Django TextChoices, which lives with the models: not before the apps are ready.
+    if name == "ExecutionStatus":
+        from loom_django.models import ExecutionStatus
+
+        return ExecutionStatus
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

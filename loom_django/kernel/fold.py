@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from loom_django.kernel import codec
-from loom_django.kernel.events import KERNEL_KINDS, Event, Kind
+from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import (
     ON_VERDICT,
     Decision,
@@ -45,6 +45,7 @@ class Fold:
         self.decisions: dict[str, Decision] = dict(state.decisions)
         self.meters: dict[str, Any] = dict(state.meters)
         self.messages: set[int] = set(state.messages)
+        self.noted: set[str] = set(state.noted)
         self.park_sequence = state.park_sequence
         self.park_fence = state.park_fence
         self.reason = state.reason
@@ -75,8 +76,10 @@ class Fold:
         if rule is not None:
             rule(self, event, event.data)
             self.at = max(self.at, event.data.get("at", 0))
-        elif event.is_kernel and event.kind not in KERNEL_KINDS:
+        elif event.is_kernel:
             self.unknown_kinds.append(event.kind)
+        else:
+            self._application_event(event)
 
     def state(self) -> ExecutionState:
         """A frozen copy of what has been folded so far."""
@@ -95,6 +98,7 @@ class Fold:
             decisions=MappingProxyType(dict(self.decisions)),
             meters=MappingProxyType(dict(self.meters)),
             messages=frozenset(self.messages),
+            noted=frozenset(self.noted),
             park_sequence=self.park_sequence,
             park_fence=self.park_fence,
             reason=self.reason,
@@ -145,13 +149,15 @@ class Fold:
             known = self.waits.get(item["id"])
             if known is not None and not known.pending:
                 continue
-            self._put_wait(Wait(
-                id=item["id"],
-                on=item["on"],
-                correlation_key=item.get("key"),
-                wake_at=item.get("wake_at"),
-                since=known.since if known else data["at"],
-            ))
+            self._put_wait(
+                Wait(
+                    id=item["id"],
+                    on=item["on"],
+                    correlation_key=item.get("key"),
+                    wake_at=item.get("wake_at"),
+                    since=known.since if known else data["at"],
+                )
+            )
 
     def _resumed(self, event: Event, data: Mapping[str, Any]) -> None:
         self._unpark()
@@ -160,14 +166,16 @@ class Fold:
             return
         if wait.on == ON_VERDICT:
             self._verdict(event, data["payload"])
-        self._put_wait(replace(
-            wait,
-            status=WaitStatus.ANSWERED,
-            answer=data.get("payload"),
-            answered_by=data.get("principal", ""),
-            answered_at=data["at"],
-            answered_sequence=event.sequence,
-        ))
+        self._put_wait(
+            replace(
+                wait,
+                status=WaitStatus.ANSWERED,
+                answer=data.get("payload"),
+                answered_by=data.get("principal", ""),
+                answered_at=data["at"],
+                answered_sequence=event.sequence,
+            )
+        )
 
     def _unpark(self) -> None:
         self.status = Status.RUNNING
@@ -191,27 +199,31 @@ class Fold:
         wait = self.waits.get(data["wait"])
         if wait is None or not wait.pending:
             return
-        self._put_wait(replace(
-            wait,
-            status=WaitStatus.TIMED_OUT,
-            answered_at=data["at"],
-            answered_sequence=event.sequence,
-        ))
+        self._put_wait(
+            replace(
+                wait,
+                status=WaitStatus.TIMED_OUT,
+                answered_at=data["at"],
+                answered_sequence=event.sequence,
+            )
+        )
 
     def _message(self, event: Event, data: Mapping[str, Any]) -> None:
         self.messages.add(data["number"])
         known = self.waits.get(data["wait"])
-        self._put_wait(Wait(
-            id=data["wait"],
-            on=known.on if known else data["on"],
-            correlation_key=data["name"],
-            wake_at=known.wake_at if known else None,
-            status=WaitStatus.ANSWERED,
-            answer=data.get("payload"),
-            answered_at=data["at"],
-            answered_sequence=event.sequence,
-            since=known.since if known else data["at"],
-        ))
+        self._put_wait(
+            Wait(
+                id=data["wait"],
+                on=known.on if known else data["on"],
+                correlation_key=data["name"],
+                wake_at=known.wake_at if known else None,
+                status=WaitStatus.ANSWERED,
+                answer=data.get("payload"),
+                answered_at=data["at"],
+                answered_sequence=event.sequence,
+                since=known.since if known else data["at"],
+            )
+        )
 
     def _completed(self, event: Event, data: Mapping[str, Any]) -> None:
         self._finish(Status.COMPLETED, data)
@@ -245,21 +257,23 @@ class Fold:
             self.status = Status.RUNNING
         step_id = data["step"]
         known = self.frames.get(step_id)
-        self._put(Frame(
-            step_id=step_id,
-            tool=data["tool"],
-            status=FrameStatus.RUNNING,
-            attempts=(known.attempts if known else 0) + 1,
-            failures=known.failures if known else 0,
-            generation=known.generation if known else 0,
-            idempotent=data.get("idempotent"),
-            scope=data.get("scope", ""),
-            args=data.get("args"),
-            error=known.error if known else None,
-            started_sequence=event.sequence,
-            first_sequence=known.first_sequence if known else event.sequence,
-            started_at=data["at"],
-        ))
+        self._put(
+            Frame(
+                step_id=step_id,
+                tool=data["tool"],
+                status=FrameStatus.RUNNING,
+                attempts=(known.attempts if known else 0) + 1,
+                failures=known.failures if known else 0,
+                generation=known.generation if known else 0,
+                idempotent=data.get("idempotent"),
+                scope=data.get("scope", ""),
+                args=data.get("args"),
+                error=known.error if known else None,
+                started_sequence=event.sequence,
+                first_sequence=known.first_sequence if known else event.sequence,
+                started_at=data["at"],
+            )
+        )
 
     def _step_completed(self, event: Event, data: Mapping[str, Any]) -> None:
         self._settle(event, data, status=FrameStatus.COMPLETED, output=data.get("output"), error=None)
@@ -269,29 +283,31 @@ class Fold:
 
     def _settle(self, event: Event, data: Mapping[str, Any], **change: Any) -> None:
         frame = self.frames[data["step"]]
-        self._put(replace(
-            frame, finished_at=data["at"], finished_sequence=event.sequence, **change
-        ))
+        self._put(replace(frame, finished_at=data["at"], finished_sequence=event.sequence, **change))
 
     def _step_retrying(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames[data["step"]]
-        self._put(replace(
-            frame,
-            status=FrameStatus.RETRYING,
-            failures=frame.failures + 1,
-            generation=frame.generation + (1 if data.get("fresh_key") else 0),
-            error=data["error"],
-            next_at=data.get("next_at", 0),
-        ))
+        self._put(
+            replace(
+                frame,
+                status=FrameStatus.RETRYING,
+                failures=frame.failures + 1,
+                generation=frame.generation + (1 if data.get("fresh_key") else 0),
+                error=data["error"],
+                next_at=data.get("next_at", 0),
+            )
+        )
 
     def _in_doubt(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames[data["step"]]
-        self._put(replace(
-            frame,
-            status=FrameStatus.IN_DOUBT,
-            in_doubt_sequence=event.sequence,
-            cause=data.get("cause", ""),
-        ))
+        self._put(
+            replace(
+                frame,
+                status=FrameStatus.IN_DOUBT,
+                in_doubt_sequence=event.sequence,
+                cause=data.get("cause", ""),
+            )
+        )
 
     def _returned_late(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames.get(data["step"])
@@ -308,7 +324,14 @@ class Fold:
 
     def _metered(self, event: Event, data: Mapping[str, Any]) -> None:
         amount = codec.decode(data["amount"])
+        if "note" in data:
+            self.noted.add(data["note"])
         self.meters[data["resource"]] = self.meters.get(data["resource"], Decimal(0)) + amount
+
+    def _application_event(self, event: Event) -> None:
+        note = event.data.get("note")
+        if note is not None:
+            self.noted.add(note)
 
     def _noted(self, event: Event, data: Mapping[str, Any]) -> None:
         """A note that changes no state."""

@@ -133,6 +133,7 @@ class ExecutionState:
     decisions: Mapping[str, Decision] = field(default_factory=lambda: MappingProxyType({}))
     meters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     messages: frozenset[int] = frozenset()  # numbers of the messages that the log has taken
+    noted: frozenset[str] = frozenset()  # emits and meters of the body: a replay does not repeat them
     park_sequence: int | None = None  # of the newest park while it is unanswered
     park_fence: int = 0
     reason: str = ""

@@ -1,0 +1,587 @@
+"""What a program declares: tools, flows, and the registry that finds them again.
+
+A tool or a flow is a value, not a function to call: calling one directly would run its effect unrecorded, so
+that raises :class:`~loom_django.errors.DirectCallError`. Declarations are checked when they are made; whatever
+can be refused at import is refused there.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
+
+from loom_django.errors import DefinitionError, DirectCallError, FlowNotFoundError, InvalidInputError
+from loom_django.kernel import hashing, keys
+from loom_django.kernel.backoff import RetryPolicy
+from loom_django.kernel.durations import Duration, seconds
+
+if TYPE_CHECKING:
+    from datetime import date, datetime
+    from uuid import UUID
+
+    from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
+    from loom_django.runtime import Handle
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+Durability = Literal["boundary", "deferred"]
+Divergence = Literal["warn", "fail", "off"]
+OnError = Literal["fail", "park"]
+
+
+class Tool(Generic[P, R_co]):
+    """A function that a step calls. Made by :func:`tool`; run by ``ctx.run(tool, ...)``."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        *,
+        name: str | None = None,
+        idempotent: bool | None = None,
+        transactional: bool = False,
+        in_doubt_on: type[BaseException] | Iterable[type[BaseException]] = (),
+        retry: RetryPolicy | None = None,
+        timeout: Duration | None = None,
+        parse_output: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.func = func
+        self.name = keys.check_step_name(name or getattr(func, "__name__", ""))
+        self.idempotent = idempotent
+        self.transactional = transactional
+        self.in_doubt_on = _classes(in_doubt_on)
+        self.retry = retry
+        self.timeout = None if timeout is None else seconds(timeout, "timeout")
+        self.parse_output = parse_output
+        self.is_async = inspect.iscoroutinefunction(func)
+        self.step_id: str | None = None  # set by keyed() and named()
+        self.is_keyed = False
+        self.__doc__ = func.__doc__
+        self.__module__ = getattr(func, "__module__", __name__)
+        _check_tool(self)
+        self.signature = _signature(func, "StepContext", tool=self.name)
+
+    if not TYPE_CHECKING:  # so that a type checker says "not callable", and a running program says what to do
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise DirectCallError(self.name, "tool")
+
+    def keyed(self, key: str | int | UUID | date) -> Tool[P, R_co]:
+        """The same tool as the step ``name#key``: for steps in a loop.
+
+        Raises:
+            InvalidIdError: the key is no str, int, UUID or date, or cannot be printed.
+        """
+        changed = copy.copy(self)
+        changed.step_id = f"{self.step_id or self.name}#{keys.key_suffix(key)}"
+        changed.is_keyed = True
+        return changed
+
+    def named(self, step_id: str) -> Tool[P, R_co]:
+        """The same tool under another step id: for one tool in two steps. List it so in ``steps=`` too."""
+        changed = copy.copy(self)
+        changed.step_id = keys.check_step_name(step_id)
+        changed.is_keyed = False
+        return changed
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> Step[R_co]:
+        """The tool with its arguments, to be run in a branch of ``ctx.parallel``."""
+        return Step(self, args, kwargs)
+
+    @property
+    def declared_id(self) -> str:
+        return self.step_id or self.name
+
+    def __repr__(self) -> str:
+        return f"<Tool {self.declared_id}>"
+
+
+class Step(Generic[R_co]):
+    """A tool with its arguments; made by :meth:`Tool.bind`."""
+
+    def __init__(self, tool: Tool[..., R_co], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.tool = tool
+        self.args = args
+        self.kwargs = dict(kwargs)
+
+
+def _classes(given: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
+    return (given,) if isinstance(given, type) else tuple(given)
+
+
+def _check_tool(tool_: Tool[..., Any]) -> None:
+    def refuse(problem: str) -> NoReturn:
+        raise DefinitionError(tool=tool_.name, problem=problem)
+
+    func = tool_.func
+    if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
+        refuse("is a generator; a tool returns one value. Return a list, or make several steps")
+    if inspect.ismethod(func) or "." in getattr(func, "__qualname__", "").rpartition("<locals>.")[2]:
+        refuse("is a method; a tool is a plain function. Move it out of its class")
+    if tool_.transactional and tool_.is_async:
+        refuse("is transactional and async; Django has no async transactions. Make it a plain def")
+    if tool_.transactional and tool_.idempotent is False:
+        refuse("is transactional, so its work and its result commit together: leave idempotent=False out")
+    if tool_.transactional and tool_.timeout is not None:
+        refuse(
+            "is transactional, so timeout= cannot end it (another thread is another connection): use the "
+            "database's statement_timeout"
+        )
+    if tool_.in_doubt_on and tool_.idempotent is not False:
+        refuse(
+            "has in_doubt_on= without idempotent=False: only an effect that must not repeat can be in doubt"
+        )
+    if tool_.idempotent is False and tool_.retry is not None and Exception in tool_.retry.retry_on:
+        refuse(
+            "is idempotent=False with a retry= that names no exceptions: give retry_on= with those that "
+            "prove that nothing happened"
+        )
+
+
+def _signature(
+    func: Callable[..., Any], context: str, *, tool: str | None = None, flow_id: str | None = None
+) -> inspect.Signature:
+    """Return the signature without the context parameter, which must come first."""
+    signature = inspect.signature(func)
+    parameters = list(signature.parameters.values())
+    first = parameters[0] if parameters else None
+    annotated = _annotation_name(first.annotation) if first else ""
+    fits = first is not None and (first.name == "ctx" or annotated in (context, f"Async{context}"))
+    if not fits or (
+        first is not None and first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    ):
+        raise DefinitionError(
+            flow_id,
+            tool=tool,
+            problem=f"must take the context as its first parameter: def {func.__name__}(ctx: {context}, …)",
+        )
+    if annotated in _CONTEXTS and annotated not in (context, f"Async{context}"):
+        raise DefinitionError(flow_id, tool=tool, problem=f"takes a {annotated}; it gets a {context}")
+    if flow_id is not None and annotated in _CONTEXTS:
+        wanted = "AsyncFlowContext" if inspect.iscoroutinefunction(func) else "FlowContext"
+        if annotated != wanted:
+            kind = "async def" if wanted.startswith("Async") else "plain def"
+            raise DefinitionError(flow_id, f"is a {kind}, so its ctx is a {wanted}, not a {annotated}")
+    return signature.replace(parameters=parameters[1:])
+
+
+_CONTEXTS = ("StepContext", "FlowContext", "AsyncFlowContext")
+
+
+def _annotation_name(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return text.strip("'\"").rpartition(".")[2]
+
+
+@overload
+def tool(fn: Callable[Concatenate[StepContext, P], Coroutine[Any, Any, R]], /) -> Tool[P, R]: ...
+@overload
+def tool(fn: Callable[Concatenate[StepContext, P], R], /) -> Tool[P, R]: ...
+@overload
+def tool(
+    *,
+    name: str | None = None,
+    idempotent: bool | None = None,
+    transactional: bool = False,
+    in_doubt_on: type[BaseException] | Iterable[type[BaseException]] = (),
+    retry: RetryPolicy | None = None,
+    timeout: Duration | None = None,
+    parse_output: Callable[[Any], Any] | None = None,
+) -> _ToolDecorator: ...
+def tool(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Declare a tool: a function whose first parameter is a ``StepContext``.
+
+    Args:
+        name: the step's id; the function's name if left out. It is recorded: keep it when you rename.
+        idempotent: ``True`` re-runs after a crash with the same key; ``False`` never re-runs by itself and
+            parks for a person when nobody knows whether the effect happened; ``None`` (undeclared) re-runs.
+        transactional: the tool's ORM work on loom's database and its result commit together.
+        in_doubt_on: exceptions of a non-idempotent tool after which the effect may have happened.
+        retry: a :class:`RetryPolicy`; none means one attempt.
+        timeout: seconds or timedelta for one attempt.
+        parse_output: turns the JSON that an operator types for a verdict into the tool's result.
+
+    Raises:
+        DefinitionError: the declaration contradicts itself, with what to write instead.
+    """
+    if fn is None:
+        return functools.partial(Tool, **options)
+    return Tool(fn, **options)
+
+
+class _ToolDecorator:
+    """What ``@tool(...)`` is for a type checker; an async function's result is unwrapped."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[Concatenate[StepContext, P], Coroutine[Any, Any, R]], /
+    ) -> Tool[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[StepContext, P], R], /) -> Tool[P, R]: ...
+    def __call__(self, fn: Any, /) -> Any:
+        raise AssertionError("for type checkers only")
+
+
+class Options:
+    """How an execution is to be started; see :meth:`Flow.using`."""
+
+    def __init__(
+        self,
+        *,
+        execution_id: str | None = None,
+        subject: Any = None,
+        attributes: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        deadline: Duration | datetime | None = None,
+    ) -> None:
+        self.execution_id = None if execution_id is None else keys.check_execution_id(execution_id)
+        self.subject = subject
+        self.attributes = dict(attributes or {})
+        self.priority = priority
+        self.deadline = deadline
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        known = list(inspect.signature(cls.__init__).parameters)[1:]
+        for name in names:
+            if name not in known:
+                hint = " (Flow.using() is not the database's using())" if name == "using" else ""
+                raise InvalidInputError(
+                    f"{name}= is no option of a start{hint}; the options are {', '.join(known)}"
+                )
+
+
+class Flow(Generic[P, R_co]):
+    """A durable function. Made by :func:`flow`; started by ``flow.start(...)``."""
+
+    def __init__(self, func: Callable[..., Any], id: str, **declared: Any) -> None:
+        self.func = func
+        self.id = keys.check_id(id, "flow id")
+        self.version: int = declared["version"]
+        self.pinned: bool = declared["pinned"]
+        self.deadline = declared["deadline"]
+        self.durability: Durability | None = declared["durability"]
+        self.divergence: Divergence | None = declared["divergence"]
+        self.max_recoveries: int | None = declared["max_recoveries"]
+        self.on_error: OnError = declared["on_error"]
+        self.compatible_with: tuple[str, ...] = tuple(declared["compatible_with"])
+        self.step_families: tuple[str, ...] = tuple(declared["step_families"])
+        self.is_async = inspect.iscoroutinefunction(func)
+        self.__doc__ = func.__doc__
+        self.__module__ = getattr(func, "__module__", __name__)
+        _check_flow(self)
+        self.steps = _declared_steps(self, declared["steps"])
+        self.signature = _signature(func, "FlowContext", flow_id=self.id)
+        self.options = Options()
+        self.flow_hash = hashing.structural_hash(
+            [_step_facts(step_id, step) for step_id, step in self.steps.items()], self.step_families
+        )
+        self.code_hash = _fingerprint(self, declared["code_fingerprint"])
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+            raise DirectCallError(self.id, "flow")
+
+    def start(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+        """Start an execution of this flow and version; idempotent by its execution id.
+
+        Inside ``transaction.atomic()`` on loom's database the execution exists if and only if that block
+        commits, and is dispatched then.
+
+        Raises:
+            InvalidInputError: the arguments do not fit the flow's signature.
+            UnencodableValueError, PayloadTooLargeError: an argument cannot be recorded.
+            ExecutionConflictError: the id is taken by another flow or other input.
+        """
+        return _runtime().start_flow(self, args, kwargs)  # type: ignore[no-any-return]
+
+    async def astart(self, *args: P.args, **kwargs: P.kwargs) -> Handle[R_co]:
+        """:meth:`start`, awaited."""
+        return await _runtime().astart_flow(self, args, kwargs)  # type: ignore[no-any-return]
+
+    def using(self, **options: Any) -> Flow[P, R_co]:
+        """A copy of the flow with options for its next start.
+
+        Args:
+            execution_id: the execution's id and idempotency key; a random one if left out.
+            subject: a model instance that the execution is about.
+            attributes: JSON values to filter by.
+            priority: higher is claimed first.
+            deadline: seconds, timedelta or an aware datetime for the whole execution.
+
+        Raises:
+            InvalidInputError: an unknown option. InvalidIdError: the id cannot be used.
+        """
+        Options.check_names(options)
+        changed = copy.copy(self)
+        changed.options = Options(**options)
+        return changed
+
+    def handle(self, execution_id: str) -> Handle[R_co]:
+        """The handle of an execution of this flow, typed."""
+        return _runtime().handle(execution_id)  # type: ignore[no-any-return]
+
+    def bind_input(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Bind arguments to the signature, defaults applied, by parameter name.
+
+        Raises:
+            InvalidInputError: they do not fit.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as exc:
+            raise InvalidInputError(f"{exc}: {self.func.__name__}{self.signature}", self.id) from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def unbind(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The recorded input as arguments. A parameter that is new since then takes its default."""
+        known = {name: value for name, value in given.items() if name in self.signature.parameters}
+        bound = inspect.BoundArguments(self.signature, known)  # type: ignore[arg-type]  # any mapping will do
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    def step_ids_of(self, tool_: Tool[..., Any]) -> list[str]:
+        """The declared ids under which a tool is listed."""
+        return [step_id for step_id, step in self.steps.items() if step.func is tool_.func]
+
+    def in_family(self, step_id: str) -> bool:
+        """Tell whether an id belongs to a declared step or family: ``base#suffix``, or ``/regex/``."""
+        base = step_id.split("#", 1)[0]
+        return base in self.steps or any(
+            _family_admits(family, step_id, base) for family in self.step_families
+        )
+
+    def __repr__(self) -> str:
+        return f"<Flow {self.id} version {self.version}>"
+
+
+def _family_admits(family: str, step_id: str, base: str) -> bool:
+    if len(family) > 2 and family.startswith("/") and family.endswith("/"):
+        return re.match(family[1:-1], step_id) is not None
+    return base == family
+
+
+def _check_flow(flow_: Flow[..., Any]) -> None:
+    def refuse(problem: str) -> NoReturn:
+        raise DefinitionError(flow_.id, problem)
+
+    if isinstance(flow_.version, bool) or not isinstance(flow_.version, int) or flow_.version < 1:
+        refuse(f"has version {flow_.version!r}; a version is an int of 1 or more")
+    if inspect.isgeneratorfunction(flow_.func) or inspect.isasyncgenfunction(flow_.func):
+        refuse("is a generator; a flow is a plain or async function")
+    for name, value, allowed in (
+        ("durability", flow_.durability, (None, "boundary", "deferred")),
+        ("divergence", flow_.divergence, (None, "warn", "fail", "off")),
+        ("on_error", flow_.on_error, ("fail", "park")),
+    ):
+        if value not in allowed:
+            refuse(f"has {name}={value!r}; it is one of {', '.join(repr(item) for item in allowed)}")
+    if flow_.deadline is not None:
+        flow_.deadline = seconds(flow_.deadline, "deadline")
+
+
+def _declared_steps(flow_: Flow[..., Any], steps: Iterable[Any]) -> dict[str, Tool[..., Any]]:
+    declared: dict[str, Tool[..., Any]] = {}
+    for step in steps:
+        if not isinstance(step, Tool):
+            raise DefinitionError(flow_.id, f"lists {step!r} in steps=; decorate it with @tool")
+        if step.is_keyed:
+            raise DefinitionError(
+                flow_.id, f"lists {step.declared_id!r} in steps=; list the tool without its key"
+            )
+        if step.declared_id in declared:
+            raise DefinitionError(
+                flow_.id,
+                f"lists two steps with the id {step.declared_id!r}; give one of them another by .named()",
+            )
+        declared[step.declared_id] = step
+    return declared
+
+
+def _step_facts(step_id: str, step: Tool[..., Any]) -> dict[str, Any]:
+    return {
+        "id": step_id,
+        "tool": step.name,
+        "idempotent": step.idempotent,
+        "transactional": step.transactional,
+        "fresh_key": bool(step.retry and step.retry.fresh_key),
+    }
+
+
+def _fingerprint(flow_: Flow[..., Any], given: str | None) -> str:
+    if given != "auto":
+        return given or ""
+    try:
+        return hashing.body_fingerprint(inspect.getsource(flow_.func))
+    except (OSError, TypeError, SyntaxError) as exc:
+        raise DefinitionError(
+            flow_.id, f'has code_fingerprint="auto", but its source cannot be read ({exc}): give a string'
+        ) from exc
+
+
+class _FlowDecorator:
+    """What ``@flow(...)`` is for a type checker; an async function's result is unwrapped."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[Concatenate[AsyncFlowContext, P], Coroutine[Any, Any, R]], /
+    ) -> Flow[P, R]: ...
+    @overload
+    def __call__(self, fn: Callable[Concatenate[FlowContext, P], R], /) -> Flow[P, R]: ...
+    def __call__(self, fn: Any, /) -> Any:
+        raise AssertionError("for type checkers only")
+
+
+def flow(
+    id: str,
+    /,
+    *,
+    version: int = 1,
+    steps: Iterable[Tool[..., Any]] = (),
+    step_families: Iterable[str] = (),
+    pinned: bool = False,
+    deadline: Duration | None = None,
+    durability: Durability | None = None,
+    code_fingerprint: str | None = None,
+    compatible_with: Iterable[str] = (),
+    divergence: Divergence | None = None,
+    max_recoveries: int | None = None,
+    on_error: OnError = "fail",
+) -> _FlowDecorator:
+    """Declare a flow: a function of a ``FlowContext`` that is run again from its top on every resume.
+
+    Args:
+        id: the flow's id, recorded with each execution.
+        version: an int of 1 or more; several versions may stand side by side.
+        steps: the tools that it runs; ``ctx.run`` of another is refused.
+        step_families: bases of step ids that are made while it runs (``base#suffix``).
+        pinned: serves the executions it has and refuses new ones.
+        deadline: seconds or timedelta for a whole execution.
+        durability: ``"boundary"`` (a durable marker before every effect) or ``"deferred"``.
+        code_fingerprint: a string, or ``"auto"`` for a digest of the body.
+        compatible_with: fingerprints of older bodies that this one may continue.
+        divergence: what to do when a replay does not ask for what the log holds.
+        max_recoveries: takeovers without progress before it parks for an operator.
+        on_error: ``"fail"`` ends the execution on an uncaught exception, ``"park"`` waits for a fix.
+
+    Raises:
+        DefinitionError: the declaration contradicts itself, or the id and version are taken.
+    """
+    declared = {
+        "version": version,
+        "steps": steps,
+        "step_families": step_families,
+        "pinned": pinned,
+        "deadline": deadline,
+        "durability": durability,
+        "code_fingerprint": code_fingerprint,
+        "compatible_with": compatible_with,
+        "divergence": divergence,
+        "max_recoveries": max_recoveries,
+        "on_error": on_error,
+    }
+
+    def decorate(fn: Callable[..., Any]) -> Flow[..., Any]:
+        made: Flow[..., Any] = Flow(fn, id, **declared)
+        registry.register(made)
+        return made
+
+    return decorate  # type: ignore[return-value]  # the class tells a checker what the closure does
+
+
+class Registry:
+    """The flows of this process, by id and version."""
+
+    def __init__(self) -> None:
+        self._flows: dict[str, dict[int, Flow[..., Any]]] = {}
+        self._lock = threading.Lock()
+
+    def register(self, flow_: Flow[..., Any]) -> None:
+        """Add a flow. The same content again is quiet (reloads); other content is an error."""
+        with self._lock:
+            versions = self._flows.setdefault(flow_.id, {})
+            known = versions.get(flow_.version)
+            if known is not None and _content(known) != _content(flow_):
+                raise DefinitionError(
+                    flow_.id,
+                    f"has version {flow_.version} twice, with different content ({_where(known)} and "
+                    f"{_where(flow_)}): give the changed one a higher version",
+                )
+            versions[flow_.version] = flow_
+
+    def forget(self, flow_id: str) -> None:
+        """Drop a flow, for tests."""
+        with self._lock:
+            self._flows.pop(flow_id, None)
+
+    def versions(self, flow_id: str) -> dict[int, Flow[..., Any]]:
+        return dict(sorted(self._flows.get(flow_id, {}).items()))
+
+    def current(self, flow_id: str, version: int | None = None) -> Flow[..., Any]:
+        """The flow to start by id: that version, else the highest that is not pinned.
+
+        Raises:
+            FlowNotFoundError: no such flow, or no such version.
+        """
+        versions = self.versions(flow_id)
+        startable = [number for number, flow_ in versions.items() if not flow_.pinned]
+        wanted = version if version is not None else max(startable or versions, default=None)
+        if wanted is None or wanted not in versions:
+            raise FlowNotFoundError(flow_id, sorted(self._flows), version)
+        return versions[wanted]
+
+    def highest(self) -> dict[str, int]:
+        """Each flow's highest version: what this node can serve."""
+        return {flow_id: max(versions) for flow_id, versions in self._flows.items() if versions}
+
+    def all(self) -> list[Flow[..., Any]]:
+        return [flow_ for flow_id in sorted(self._flows) for flow_ in self.versions(flow_id).values()]
+
+
+def _content(flow_: Flow[..., Any]) -> tuple[Any, ...]:
+    return (
+        flow_.flow_hash,
+        flow_.code_hash,
+        flow_.func.__module__,
+        flow_.func.__qualname__,
+        flow_.pinned,
+        flow_.deadline,
+        flow_.durability,
+        flow_.divergence,
+        flow_.max_recoveries,
+        flow_.on_error,
+        flow_.compatible_with,
+    )
+
+
+def _where(flow_: Flow[..., Any]) -> str:
+    code = inspect.unwrap(flow_.func).__code__
+    return f"{code.co_filename}:{code.co_firstlineno}"
+
+
+registry = Registry()
+
+# The one late-bound seam upwards: definitions are made before there is anything to run them on.
+_bound_runtime: Callable[[], Any] | None = None
+
+
+def bind_runtime(getter: Callable[[], Any]) -> None:
+    """Tell definitions where the configured runtime is; called once, by the runtime's module."""
+    global _bound_runtime
+    _bound_runtime = getter
+
+
+def _runtime() -> Any:
+    if _bound_runtime is None:
+        raise DefinitionError(problem="no runtime is bound: import loom_django, not loom_django.definitions")
+    return _bound_runtime()

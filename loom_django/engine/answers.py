@@ -1,0 +1,436 @@
+"""What ends a park, or an execution, from outside its body: resumes, verdicts, wakes, messages, cancels.
+
+Each is judged against the log as it is at the append. An answer names one wait; a wait that is answered or gone
+refuses it, and says who answered and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Final, Literal, NoReturn, get_args
+
+from loom_django.engine import doubt
+from loom_django.engine.body import message_fields
+from loom_django.engine.core import Engine, from_micros, to_micros
+from loom_django.engine.journal import Journal
+from loom_django.engine.outside import ATTEMPTS, Appended, Landing, append_outside
+from loom_django.engine.run import mismatch
+from loom_django.errors import (
+    ExecutionClosedError,
+    InvalidInputError,
+    ResumeContendedError,
+    ResumeRefusedError,
+    VerdictRefusedError,
+)
+from loom_django.kernel import codec
+from loom_django.kernel.events import Encoded, Kind
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.state import (
+    ON_MESSAGE,
+    ON_VERDICT,
+    TERMINAL_STATUSES,
+    Frame,
+    Status,
+    Wait,
+    is_reserved,
+)
+from loom_django.stores.base import NOBODY, Ownership
+
+Resolution = Literal["completed-with-result", "retry-fresh", "fail"]
+RESOLUTIONS: Final = get_args(Resolution)
+
+# "No output was given", since None is an output.
+MISSING: Final[Any] = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
+
+TIMER_EVENT: Final = "TimerFired"
+MESSAGE_EVENT: Final = "MessageArrived"
+VERDICT_ERROR: Final = "OperatorVerdict"
+DEADLINE_ERROR: Final = "DeadlineExceeded"
+
+
+def principal_name(principal: Any) -> str | None:
+    """A user or a name, as the log keeps it."""
+    if principal is None:
+        return None
+    username = getattr(principal, "get_username", None)
+    return str(username() if username is not None else principal)[:255]
+
+
+def resume(
+    engine: Engine,
+    execution_id: str,
+    *,
+    event_type: str,
+    payload: Any = None,
+    correlation_key: str | None = None,
+    principal: Any = None,
+    fence: int | None = None,
+    allow_flow_code_mismatch: bool = False,
+    ownership: Ownership,
+) -> Appended:
+    """Answer the pending wait on ``event_type``.
+
+    Raises:
+        ResumeRefusedError: nothing waits for it; ``reason`` says how. Nothing was written.
+        FlowCodeMismatchError: the flow's code is not the recorded one.
+    """
+    if event_type == ON_VERDICT:
+        return _resume_with_verdict(engine, execution_id, payload, principal, ownership)
+    text = _encoded(engine, payload, "payload")
+
+    def compose(journal: Journal) -> Landing:
+        wait = _pending_wait(journal.fold, event_type, correlation_key)
+        if not allow_flow_code_mismatch:
+            check_code(engine, journal.fold)
+        return _answer(journal, wait, event_type, text, principal_name(principal), None, ownership)
+
+    return append_outside(engine, execution_id, compose, fence=fence)
+
+
+def check_code(engine: Engine, fold: Fold) -> None:
+    """Refuse an execution whose recorded code no registered flow has.
+
+    Raises:
+        FlowCodeMismatchError: with the three exits.
+    """
+    if engine.version_of(fold.flow_id, fold.version, fold.flow_hash) is None:
+        raise mismatch(engine, fold)
+
+
+def _answer(
+    journal: Journal,
+    wait: Wait,
+    event_type: str,
+    text: Encoded | None,
+    principal: str | None,
+    reason: str | None,
+    ownership: Ownership,
+) -> Landing:
+    fields = {
+        "wait": wait.id,
+        "event": event_type,
+        "payload": text,
+        "principal": principal,
+        "reason": reason or None,
+    }
+    journal.record(Kind.EXECUTION_RESUMED, fields)
+    return Landing(ownership, timers_off=_timer_of(wait))
+
+
+def _timer_of(wait: Wait) -> tuple[datetime, ...]:
+    return () if wait.wake_at is None else (from_micros(wait.wake_at),)
+
+
+def _encoded(engine: Engine, value: Any, path: str) -> Encoded:
+    return Encoded(codec.dumps(value, path=path, limit=engine.settings().MAX_PAYLOAD_BYTES))
+
+
+def _pending_wait(fold: Fold, event_type: str, correlation_key: str | None) -> Wait:
+    """The one pending wait that an answer means, or the refusal that says why there is none."""
+    if not fold.status == Status.SUSPENDED:
+        reason: Literal["terminal", "not-suspended"] = (
+            "terminal" if fold.status in TERMINAL_STATUSES else "not-suspended"
+        )
+        raise ResumeRefusedError(fold.execution_id, reason, _answered_before(fold, event_type))
+    if is_reserved(event_type):
+        raise ResumeRefusedError(
+            fold.execution_id, "reserved-wait", f"{event_type} is answered by its own call only"
+        )
+    fitting = [
+        wait
+        for wait in fold.pending_waits()
+        if wait.on == event_type and correlation_key in (None, wait.correlation_key)
+    ]
+    if len(fitting) > 1:
+        raise ResumeRefusedError(
+            fold.execution_id,
+            "ambiguous-wait",
+            "give correlation_key=, one of " + ", ".join(repr(wait.correlation_key) for wait in fitting),
+        )
+    if not fitting:
+        raise ResumeRefusedError(fold.execution_id, "no-such-wait", _waits_for(fold, event_type))
+    return fitting[0]
+
+
+def _waits_for(fold: Fold, event_type: str) -> str:
+    waits = [
+        f"{wait.on} ({wait.correlation_key})" if wait.correlation_key else wait.on for wait in fold.pending_waits()
+    ]
+    advice = " Use the verdict form or loom.resolve." if ON_VERDICT in {w.on for w in fold.pending_waits()} else ""
+    return f"it is not waiting for {event_type!r}: it waits for {', '.join(waits)}.{advice}"
+
+
+def _answered_before(fold: Fold, event_type: str) -> str:
+    answered = [wait for wait in fold.waits.values() if wait.on == event_type and not wait.pending]
+    if not answered:
+        return ""
+    last = answered[-1]
+    who = f" by {last.answered_by}" if last.answered_by else ""
+    return f"{event_type!r} was {last.status.value}{who} at {from_micros(last.answered_at).isoformat()}"
+
+
+# Verdicts.
+
+
+def resolve(
+    engine: Engine,
+    execution_id: str,
+    step_id: str,
+    resolution: str,
+    *,
+    output: Any = MISSING,
+    error: Any = MISSING,
+    park_sequence: int | None = None,
+    principal: Any = None,
+    reason: str = "",
+    ownership: Ownership,
+) -> Appended:
+    """Settle an effect in doubt.
+
+    Raises:
+        InvalidInputError: an unknown resolution, or an output that is missing or does not belong.
+        VerdictRefusedError: the step is not in doubt (any more); nothing was written.
+        UnencodableValueError, PayloadTooLargeError: the output cannot be recorded.
+    """
+    verdict = _verdict(step_id, resolution, output, error)
+    text = _encoded(engine, verdict, "output")
+
+    def compose(journal: Journal) -> Landing:
+        wait = _doubt_of(journal.fold, step_id, park_sequence)
+        check_code(engine, journal.fold)
+        return _answer(journal, wait, ON_VERDICT, text, principal_name(principal), reason, ownership)
+
+    return append_outside(engine, execution_id, compose)
+
+
+def _verdict(step_id: str, resolution: str, output: Any, error: Any) -> dict[str, Any]:
+    if resolution not in RESOLUTIONS:
+        raise InvalidInputError(f"{resolution!r} is no verdict; the verdicts are {', '.join(RESOLUTIONS)}")
+    if resolution == "completed-with-result" and output is MISSING:
+        raise InvalidInputError("completed-with-result needs output=: the result that the step is to have (None will do)")
+    if resolution != "completed-with-result" and output is not MISSING:
+        raise InvalidInputError(f"output= does not go with {resolution}")
+    if resolution != "fail" and error is not MISSING:
+        raise InvalidInputError(f"error= does not go with {resolution}")
+    verdict: dict[str, Any] = {"step_id": step_id, "resolution": resolution}
+    if resolution == "completed-with-result":
+        verdict["output"] = output
+    if resolution == "fail":
+        message = "an operator settled the effect as failed" if error in (MISSING, None, "") else str(error)
+        verdict["error"] = {"type": VERDICT_ERROR, "bases": [], "message": message, "traceback": ""}
+    return verdict
+
+
+def _resume_with_verdict(
+    engine: Engine, execution_id: str, payload: Any, principal: Any, ownership: Ownership
+) -> Appended:
+    """A plain resume of a reserved wait goes the same way as ``resolve``, with the same checks."""
+    if not isinstance(payload, dict) or "step_id" not in payload or "resolution" not in payload:
+        raise InvalidInputError(
+            f"the payload of {ON_VERDICT} is {{'step_id': …, 'resolution': …}}: better call loom.resolve"
+        )
+    return resolve(
+        engine,
+        execution_id,
+        str(payload["step_id"]),
+        str(payload["resolution"]),
+        output=payload.get("output", MISSING),
+        error=payload.get("error", MISSING),
+        principal=principal,
+        reason=str(payload.get("reason", "")),
+        ownership=ownership,
+    )
+
+
+def _doubt_of(fold: Fold, step_id: str, park_sequence: int | None) -> Wait:
+    """The pending wait for a verdict on a step, or the refusal that says what became of it."""
+    frame = fold.frames.get(step_id)
+    wait = fold.waits.get(doubt.doubt_wait_id(frame)) if frame is not None else None
+    if frame is None or wait is None or not wait.pending or fold.status != Status.SUSPENDED:
+        _refuse_verdict(fold, step_id)
+    if park_sequence is not None and park_sequence not in (fold.park_sequence, frame.in_doubt_sequence):
+        _refuse_stale(fold, step_id, park_sequence, frame)
+    return wait
+
+
+def _refuse_verdict(fold: Fold, step_id: str) -> NoReturn:
+    last = _last_verdict(fold, step_id)
+    if fold.status in TERMINAL_STATUSES:
+        reason: Any = "terminal"
+    else:
+        reason = "no-such-wait" if fold.status == Status.SUSPENDED else "not-suspended"
+    if last is None:
+        raise VerdictRefusedError(fold.execution_id, reason, step_id, detail=f"step {step_id!r} is not in doubt")
+    raise VerdictRefusedError(
+        fold.execution_id,
+        reason,
+        step_id,
+        answered_by=last.answered_by or None,
+        answered_at=from_micros(last.answered_at),
+        sequence=last.answered_sequence,
+    )
+
+
+def _refuse_stale(fold: Fold, step_id: str, park_sequence: int, frame: Frame) -> NoReturn:
+    last = _last_verdict(fold, step_id)
+    raise VerdictRefusedError(
+        fold.execution_id,
+        "stale-park",
+        step_id,
+        answered_by=(last.answered_by or None) if last else None,
+        answered_at=from_micros(last.answered_at) if last else None,
+        sequence=last.answered_sequence if last else None,
+        detail=f"the question of sequence {park_sequence} is over; the open one is {frame.in_doubt_sequence}",
+    )
+
+
+def _last_verdict(fold: Fold, step_id: str) -> Wait | None:
+    given = [
+        wait
+        for wait in fold.waits.values()
+        if wait.on == ON_VERDICT and wait.correlation_key == step_id and not wait.pending
+    ]
+    return given[-1] if given else None
+
+
+# Gates: reserved waits that a status-only answer re-opens.
+
+
+def open_gate(
+    engine: Engine,
+    execution_id: str,
+    gate: str,
+    *,
+    principal: Any = None,
+    reason: str = "",
+    ownership: Ownership,
+) -> Appended:
+    """Answer a reserved gate (an error, a poisoned execution) without a payload.
+
+    Raises:
+        ResumeRefusedError: it is not parked on that gate.
+    """
+
+    def compose(journal: Journal) -> Landing:
+        fold = journal.fold
+        waits = [wait for wait in fold.pending_waits() if wait.on == gate]
+        if not waits:
+            suspended = fold.status == Status.SUSPENDED
+            ended = fold.status in TERMINAL_STATUSES
+            why: Any = "no-such-wait" if suspended else "terminal" if ended else "not-suspended"
+            raise ResumeRefusedError(execution_id, why, _waits_for(fold, gate) if suspended else "")
+        check_code(engine, fold)
+        return _answer(journal, waits[0], gate, None, principal_name(principal), reason, ownership)
+
+    return append_outside(engine, execution_id, compose)
+
+
+# Wakes.
+
+
+def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: Ownership) -> Appended:
+    """Answer every wait of that instant in one append; no events if none is pending: the row is obsolete.
+
+    Raises:
+        FlowCodeMismatchError: the flow's code is not the recorded one; the row stays.
+    """
+    instant = to_micros(wake_at)
+
+    def compose(journal: Journal) -> Landing | None:
+        due = [wait for wait in journal.fold.pending_waits() if wait.wake_at == instant]
+        if not due:
+            return None
+        check_code(engine, journal.fold)
+        for wait in due:
+            journal.record(Kind.TIMER_FIRED, {"wait": wait.id, "wake_at": instant})
+        journal.record(Kind.EXECUTION_RESUMED, {"wait": due[0].id, "event": TIMER_EVENT})
+        return Landing(ownership, timers_off=(wake_at,))
+
+    return append_outside(engine, execution_id, compose)
+
+
+def deliver_message(engine: Engine, execution_id: str, ownership: Ownership) -> Appended:
+    """Answer a park on ``receive`` with the oldest message it waits for; no events if there is nothing to do."""
+
+    def compose(journal: Journal) -> Landing | None:
+        fold = journal.fold
+        for wait in fold.pending_waits():
+            if wait.on != ON_MESSAGE:
+                continue
+            for message in engine.store.inbox(execution_id, str(wait.correlation_key)):
+                if message.number in fold.messages:
+                    continue
+                check_code(engine, fold)
+                fields = message_fields(wait.id, message.name, message.number, message.message_id, message.body)
+                journal.record(Kind.MESSAGE_CONSUMED, fields)
+                journal.record(Kind.EXECUTION_RESUMED, {"wait": wait.id, "event": MESSAGE_EVENT})
+                return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
+        return None
+
+    return append_outside(engine, execution_id, compose)
+
+
+# Ends.
+
+
+def cancel(engine: Engine, execution_id: str, *, reason: str = "", principal: Any = None) -> Appended:
+    """End an execution. A running body can append nothing more; what it has begun may still happen.
+
+    A started step that must not run twice is put in doubt by the same append. Cancelling what is cancelled
+    is answered with no events.
+
+    Raises:
+        ExecutionClosedError: it ended otherwise.
+        ResumeContendedError: it changed hands again and again; nothing was written.
+    """
+
+    def record(journal: Journal) -> Landing | None:
+        fold = journal.fold
+        if fold.status == Status.CANCELLED:
+            return None
+        if fold.status in TERMINAL_STATUSES:
+            raise ExecutionClosedError(execution_id, str(fold.status))
+        doubt.record_doubts(journal, doubt.open_doubts(fold), doubt.CANCELLED)
+        fields = {"reason": reason or None, "principal": principal_name(principal)}
+        journal.record(Kind.EXECUTION_CANCELLED, fields)
+        return Landing(NOBODY, timers_off=None)
+
+    return _end(engine, execution_id, record)
+
+
+def expire(engine: Engine, execution_id: str) -> Appended:
+    """End an execution whose deadline has passed; no events if it has ended."""
+
+    def record(journal: Journal) -> Landing | None:
+        fold = journal.fold
+        if fold.status in TERMINAL_STATUSES:
+            return None
+        doubt.record_doubts(journal, doubt.open_doubts(fold), doubt.EXPIRED)
+        error = {"type": DEADLINE_ERROR, "bases": [], "message": "the execution's deadline has passed", "traceback": ""}
+        journal.record(Kind.EXECUTION_FAILED, {"error": error})
+        return Landing(NOBODY, timers_off=None)
+
+    return _end(engine, execution_id, record)
+
+
+class _BegunMeanwhile(Exception):
+    """A parked execution was answered between the look and the append."""
+
+
+def _end(engine: Engine, execution_id: str, record: Callable[[Journal], Landing | None]) -> Appended:
+    """Append an end. What is parked is ended at the sequence seen; what may run is fenced out first."""
+
+    def of_parked(journal: Journal) -> Landing | None:
+        if journal.fold.status in (Status.PENDING, Status.RUNNING):
+            raise _BegunMeanwhile
+        return record(journal)
+
+    for _ in range(ATTEMPTS):
+        if engine.store.status(execution_id) in (Status.PENDING, Status.RUNNING):
+            return append_outside(engine, execution_id, record, acquire=True)
+        try:
+            return append_outside(engine, execution_id, of_parked)
+        except _BegunMeanwhile:
+            continue
+    raise ResumeContendedError(execution_id, ATTEMPTS)

@@ -1,0 +1,423 @@
+"""One run of a flow's body: what it may ask for, what the log already answers, and when it must stop.
+
+A body is run again from its top on every resume. Everything it asks for has an identity made of names and
+counts alone (step ids, wait ids, notes), so the same question finds the same answer in the log. What the log
+answers is served; what it does not is done once, with a durable marker before any effect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final, NoReturn
+from uuid import UUID
+
+from loom_django.conf import LoomSettings
+from loom_django.definitions import Flow, Tool
+from loom_django.engine import steps
+from loom_django.engine.core import Engine, from_micros, to_micros
+from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts
+from loom_django.engine.drive import Driver, Invoke, Io, Outcome, Steps
+from loom_django.engine.journal import LOST, Journal
+from loom_django.engine.unwind import Unwind, Why
+from loom_django.errors import (
+    ContextMisuseError,
+    DuplicateStepError,
+    InvalidInputError,
+    LoomError,
+    OpenTransactionError,
+    UndeclaredStepError,
+    WaitTimedOut,
+)
+from loom_django.kernel import codec
+from loom_django.kernel.durations import Duration, seconds
+from loom_django.kernel.events import KERNEL_KINDS, Encoded, Kind
+from loom_django.kernel.state import (
+    ON_MESSAGE,
+    ON_TIMER,
+    Frame,
+    Wait,
+    WaitStatus,
+    is_reserved,
+)
+from loom_django.stores.base import NOBODY, TimerRow, WakesMoved
+
+_PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
+
+# durability="deferred" keeps at most so many facts, for at most so many microseconds.
+DEFERRED_EVENTS: Final = 100
+DEFERRED_MICROS: Final = 1_000_000
+
+
+class Body:
+    """The state of one body run, shared by the flow's context and the rules of steps."""
+
+    def __init__(self, engine: Engine, journal: Journal, flow: Flow[..., Any], driver: Driver) -> None:
+        self.engine = engine
+        self.journal = journal
+        self.flow = flow
+        self.driver = driver
+        self.settings: LoomSettings = engine.settings()
+        self.sealed: Unwind | None = None
+        self.misuse: BaseException | None = None
+        self.clock = journal.fold.started_at
+        self.thread = threading.get_ident()
+        self.landed_once = False
+        self.unawaited: dict[int, str] = {}
+        self._asked: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+        self._unserved = _recorded_facts(journal)
+
+    # Entering and leaving.
+
+    @property
+    def execution_id(self) -> str:
+        return self.journal.execution_id
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._unserved > 0
+
+    def enter(self, what: str) -> None:
+        """Admit a call of the context, or say why not.
+
+        Raises:
+            ContextMisuseError: from another thread, or while an earlier call was not awaited.
+            OpenTransactionError: inside an open atomic block.
+            Unwind: the body was stopped, and went on.
+        """
+        if self.sealed is not None:
+            raise self.sealed
+        if threading.get_ident() != self.thread:
+            self.refuse(
+                ContextMisuseError(
+                    f"ctx.{what} was called in another thread than the flow's; the order of its calls would be "
+                    f"left to chance. Run steps side by side with ctx.parallel, or threads inside one tool."
+                )
+            )
+        if self.unawaited:
+            forgotten = ", ".join(sorted(set(self.unawaited.values())))
+            self.unawaited.clear()
+            self.refuse(ContextMisuseError(f"ctx.{forgotten} was not awaited before ctx.{what}: write await"))
+        if self.engine.store.in_transaction():
+            self.refuse(OpenTransactionError(f"ctx.{what}"))
+
+    def refuse(self, error: LoomError) -> NoReturn:
+        """Raise misuse, and let nothing of this body be dispatched after it."""
+        self.misuse = error
+        self.sealed = Unwind(Why.MISUSED, error)
+        raise error
+
+    def seal(self, why: Why, cause: BaseException | None = None) -> Unwind:
+        """Stop the body at its next call; called from other threads too."""
+        if self.sealed is None:
+            self.sealed = Unwind(why, cause)
+        return self.sealed
+
+    # Writing.
+
+    def land(self, **what: Any) -> None:
+        """Make the kept facts durable, or stop the body."""
+        if self.sealed is not None and self.sealed.why is Why.LOST:
+            raise self.sealed
+        try:
+            self.journal.land(**what)
+        except WakesMoved:
+            raise
+        except LOST as exc:
+            raise self.seal(Why.LOST, exc) from exc
+        except Exception as exc:
+            raise self.seal(Why.STORE, exc) from exc
+        self.landed_once = True
+
+    def may_defer(self) -> bool:
+        """True if a boundary may wait under ``durability="deferred"``."""
+        durability = self.flow.durability or self.settings.DURABILITY
+        kept = self.journal.kept
+        if durability != "deferred" or not self.landed_once or not kept:
+            return False
+        age = self.journal.stamp() - kept[0].data["at"]
+        return len(kept) < DEFERRED_EVENTS and age < DEFERRED_MICROS
+
+    def served(self, at: int) -> None:
+        """Move the body's clock to a fact that it has consumed."""
+        self._unserved -= 1
+        self.clock = max(self.clock, at)
+
+    def did(self, at: int) -> None:
+        """Move the body's clock to a fact that it has made; it replays no longer."""
+        self._unserved = 0
+        self.clock = max(self.clock, at)
+
+    # Names.
+
+    def count(self, name: str) -> int:
+        """How many times this name has been asked for in this run, this time included."""
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return self._counts[name]
+
+    def ask(self, step_id: str, how: str) -> None:
+        """Note that a step is asked for; an id may be asked for once in a run."""
+        line = f"{source_line()} {how}"
+        if step_id in self._asked:
+            self.refuse(DuplicateStepError(step_id, self._asked[step_id], line))
+        self._asked[step_id] = line
+
+    def undeclared(self, step_id: str, instead: str = "") -> NoReturn:
+        self.refuse(UndeclaredStepError(step_id, self.flow.id, list(self.flow.steps), instead))
+
+    # What a flow asks for. Each is a generator of commands.
+
+    def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        self.enter("run")
+        step_id = steps.id_for(self, tool)
+        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+
+    def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        self.enter("run_step")
+        tool = steps.tool_of(self, step_id)
+        self.ask(step_id, "by its id")
+        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+
+    def suspend(self, on: str, correlation_key: str | None, timeout: Duration | None) -> Steps[Any]:
+        self.enter("suspend")
+        if not isinstance(on, str) or not on or is_reserved(on):
+            self.refuse(
+                InvalidInputError(
+                    f"a flow cannot wait on {on!r}: give a name of your own that is not reserved"
+                )
+            )
+        wait_id = f"wait:{on}#{self.count(f'wait:{on}')}"
+        wait = self._find_wait(wait_id)
+        if wait is None or wait.pending:
+            wake_at = wait.wake_at if wait else self._timeout_at(timeout)
+            yield from self._park(Wait(wait_id, on, correlation_key, wake_at))
+            raise AssertionError("a park does not return")
+        return self._take(wait)
+
+    def sleep(self, duration: Duration) -> Steps[None]:
+        self.enter("sleep")
+        length = self._checked(lambda: seconds(duration, "duration of a sleep"))
+        yield from self._sleep_until(self.journal.stamp() + round(length * 1_000_000), always=length > 0)
+
+    def sleep_until(self, when: datetime) -> Steps[None]:
+        self.enter("sleep_until")
+        if not isinstance(when, datetime) or when.utcoffset() is None:
+            self.refuse(
+                InvalidInputError(f"sleep_until takes an aware datetime, not {when!r}: give it a time zone")
+            )
+        yield from self._sleep_until(to_micros(when), always=False)
+
+    def _sleep_until(self, wake_at: int, *, always: bool) -> Steps[None]:
+        wait_id = f"sleep#{self.count('sleep')}"
+        wait = self._find_wait(wait_id)
+        if wait is None and not always and wake_at <= self.journal.stamp():
+            return
+        if wait is None or wait.pending:
+            yield from self._park(Wait(wait_id, ON_TIMER, None, wait.wake_at if wait else wake_at))
+            raise AssertionError("a park does not return")
+        self.served(wait.answered_at)
+
+    def receive(self, name: str, timeout: Duration | None) -> Steps[Any]:
+        self.enter("receive")
+        if not isinstance(name, str) or not 1 <= len(name) <= 255:
+            self.refuse(InvalidInputError(f"a message's name is text of 1 to 255 characters, not {name!r}"))
+        wait_id = f"message:{name}#{self.count(f'message:{name}')}"
+        wait = self._find_wait(wait_id)
+        if wait is not None and not wait.pending:
+            return self._take(wait)
+        wake_at = wait.wake_at if wait else self._timeout_at(timeout)
+        while True:
+            wakes = yield Io(self._wakes)
+            taken = yield Io(lambda: self._take_message(wait_id, name))
+            if taken:
+                return self._take(self.journal.fold.waits[wait_id], live=True)
+            # A message that came since the look refuses the park: the body looks again.
+            yield from self._park(Wait(wait_id, ON_MESSAGE, name, wake_at), wakes=wakes)
+
+    def _wakes(self) -> int:
+        return self.engine.store.wakes(self.execution_id)
+
+    def _take_message(self, wait_id: str, name: str) -> bool:
+        fold = self.journal.fold
+        for message in self.engine.store.inbox(self.execution_id, name):
+            if message.number not in fold.messages:
+                fields = message_fields(
+                    wait_id, message.name, message.number, message.message_id, message.body
+                )
+                self.journal.record(Kind.MESSAGE_CONSUMED, fields)
+                self.journal.ride(message=message.number, wait=fold.waits.get(wait_id))
+                return True
+        return False
+
+    def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
+        self.enter("decide")
+        known = self.journal.fold.decisions.get(decision_id)
+        if known is not None:
+            self.served(known.at)
+            return codec.decode(known.value)
+        if inspect.signature(decider).parameters:
+            self.refuse(InvalidInputError(f"the decider of {decision_id!r} must take no arguments"))
+        outcome: Outcome = yield Invoke(decider, inspect.iscoroutinefunction(decider), None, _ignore_late)
+        if outcome.error is not None:
+            raise outcome.error
+        text = self._checked(lambda: self.encode(outcome.value, f"the value of decision {decision_id!r}"))
+        event = self.journal.record(Kind.DECISION_RECORDED, {"decision": decision_id, "value": text})
+        self.did(event.data["at"])
+        return codec.loads(text)
+
+    def emit(self, kind: str, payload: Any) -> None:
+        self.enter("emit")
+        if not isinstance(kind, str) or not 1 <= len(kind) <= 255 or kind in KERNEL_KINDS:
+            self.refuse(
+                InvalidInputError(f"{kind!r} cannot be emitted: give a name that is no kind of the kernel")
+            )
+        self._note(
+            kind, f"emit#{self.count('emit')}", {"value": self._encoded(payload, f"payload of {kind}")}
+        )
+
+    def meter(self, resource: str, amount: Any) -> None:
+        self.enter("meter")
+        fields = self._checked(lambda: metered(resource, amount))
+        self._note(Kind.RESOURCE_METERED, f"meter#{self.count('meter')}", fields)
+
+    def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
+        if note in self.journal.fold.noted:
+            self._unserved -= 1
+            return
+        self._unserved = 0
+        self.journal.record(kind, {"note": note, **fields})
+
+    def uuid4(self) -> UUID:
+        self.enter("uuid4")
+        seed = hashlib.sha256(f"{self.execution_id}:uuid:{self.count('uuid')}".encode()).digest()
+        return UUID(bytes=seed[:16], version=4)
+
+    def random(self) -> random.Random:
+        self.enter("random")
+        return random.Random(f"{self.execution_id}:random:{self.count('random')}")  # noqa: S311  repeatable
+
+    # Waiting.
+
+    def _find_wait(self, wait_id: str) -> Wait | None:
+        return self.journal.fold.waits.get(wait_id)
+
+    def _take(self, wait: Wait, *, live: bool = False) -> Any:
+        (self.did if live else self.served)(wait.answered_at)
+        if wait.status is WaitStatus.TIMED_OUT:
+            on = wait.correlation_key or wait.on if wait.on == ON_MESSAGE else wait.on
+            raise WaitTimedOut(on, wait.correlation_key, from_micros(wait.answered_at))
+        return codec.decode(wait.answer)
+
+    def _timeout_at(self, timeout: Duration | None) -> int | None:
+        if timeout is None:
+            return None
+        length = self._checked(lambda: seconds(timeout, "timeout"))
+        return self.journal.stamp() + round(length * 1_000_000)
+
+    def _park(self, wait: Wait, *, wakes: int | None = None) -> Steps[None]:
+        """Park on one wait; returns only if a wake moved meanwhile."""
+        yield Io(lambda: self.park("waiting", [wait], wakes=wakes))
+
+    def park(
+        self,
+        reason: str,
+        waits: list[Wait],
+        *,
+        wakes: int | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the park with everything that can end it, and leave the body.
+
+        Returns only if ``wakes`` moved: then nothing was written.
+        """
+        self.journal.record(Kind.EXECUTION_SUSPENDED, park_fields(reason, waits, error))
+        timers = tuple(
+            TimerRow(self.execution_id, from_micros(wait.wake_at))
+            for wait in waits
+            if wait.wake_at is not None
+        )
+        try:
+            self.land(ownership=NOBODY, timers=timers, wakes=wakes)
+        except WakesMoved:
+            self.journal.rebase(self.journal.kept[:-1])
+            return
+        raise self.seal(Why.PARKED)
+
+    def park_in_doubt(self, doubts: list[Frame], cause: str) -> None:
+        """Park on effects whose fate nobody knows; leaves the body."""
+        record_doubts(self.journal, doubts, cause)
+        self.park("effect-indoubt", doubt_waits(doubts))
+
+    # Values.
+
+    def encode(self, value: Any, path: str) -> Encoded:
+        return Encoded(codec.dumps(value, path=path, limit=self.settings.MAX_PAYLOAD_BYTES))
+
+    def _encoded(self, value: Any, path: str) -> Encoded:
+        return self._checked(lambda: self.encode(value, path))  # type: ignore[no-any-return]
+
+    def _checked(self, call: Callable[[], Any]) -> Any:
+        """Run a check of the flow's own input; what it raises is misuse."""
+        try:
+            return call()
+        except LoomError as exc:
+            self.refuse(exc)
+
+    def now(self) -> datetime:
+        self.enter("now")
+        return from_micros(self.clock)
+
+
+def _recorded_facts(journal: Journal) -> int:
+    fold = journal.fold
+    served = sum(1 for frame in fold.frames.values() if frame.settled)
+    return served + len(fold.waits) - len(fold.open_waits) + len(fold.decisions) + len(fold.noted)
+
+
+def _ignore_late(outcome: Outcome) -> None:
+    """A decider has no timeout, so it cannot return late."""
+
+
+def message_fields(wait_id: str, name: str, number: int, message_id: str, body: str) -> dict[str, Any]:
+    """The payload of MESSAGE_CONSUMED."""
+    return {
+        "wait": wait_id,
+        "on": ON_MESSAGE,
+        "name": name,
+        "number": number,
+        "message": message_id,
+        "payload": Encoded(body),
+    }
+
+
+def metered(resource: str, amount: Any) -> dict[str, Any]:
+    """The payload of RESOURCE_METERED.
+
+    Raises:
+        InvalidInputError: the resource is no name, or the amount no finite number of 0 or more.
+    """
+    if not isinstance(resource, str) or not 1 <= len(resource) <= 255:
+        raise InvalidInputError(f"a metered resource is text of 1 to 255 characters, not {resource!r}")
+    if isinstance(amount, bool) or not isinstance(amount, int | float | Decimal):
+        raise InvalidInputError(f"a metered amount is an int, float or Decimal, not {amount!r}")
+    exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
+    if not exact.is_finite() or exact < 0:
+        raise InvalidInputError(f"a metered amount is finite and not negative, not {amount!r}")
+    return {"resource": resource, "amount": Encoded(codec.dumps(exact))}
+
+
+def source_line() -> str:
+    """Where the flow made the call: the nearest frame outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+

@@ -1,0 +1,271 @@
+"""What a tool and a flow get as their first argument.
+
+The flow's contexts are thin: each method hands one of the body's questions to a driver. ``FlowContext`` is for
+plain functions, ``AsyncFlowContext`` for ``async def``; the names are the same, awaited.
+"""
+
+from __future__ import annotations
+
+import logging
+import random as random_module
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
+from datetime import datetime
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from uuid import UUID
+
+from loom_django.definitions import Tool
+from loom_django.engine.body import Body, metered
+from loom_django.engine.core import from_micros
+from loom_django.engine.drive import AsyncDriver, Steps, SyncDriver
+from loom_django.kernel import codec
+from loom_django.kernel.durations import Duration
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_FLOW_ONLY = frozenset({"run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide"})
+
+
+class StepContext:
+    """What a tool knows of the step it is run for.
+
+    Attributes:
+        execution_id, flow_id, step_id: where the step stands.
+        idempotency_key: the same for every attempt of one logical step; hand it to the provider.
+        attempt: 1 for the first; crash re-runs count.
+        deadline: when this attempt times out (aware UTC), or None.
+        logger: a logger whose records carry the ids.
+    """
+
+    def __init__(
+        self,
+        *,
+        execution_id: str,
+        flow_id: str,
+        step_id: str,
+        idempotency_key: str,
+        attempt: int,
+        deadline: datetime | None = None,
+    ) -> None:
+        self.execution_id = execution_id
+        self.flow_id = flow_id
+        self.step_id = step_id
+        self.idempotency_key = idempotency_key
+        self.attempt = attempt
+        self.deadline = deadline
+        self.logger = _StepLogger(
+            logging.getLogger("loom_django.step"),
+            {"execution_id": execution_id, "flow_id": flow_id, "step_id": step_id},
+        )
+        self.metered: list[dict[str, Any]] = []
+
+    def meter(self, resource: str, amount: Any) -> None:
+        """Record a use of a resource with this attempt's outcome, failed attempts included.
+
+        Raises:
+            InvalidInputError: no name, or no finite number of 0 or more.
+        """
+        self.metered.append(metered(resource, amount))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _FLOW_ONLY:
+            raise AttributeError(
+                f"StepContext has no {name}(): that is the flow's context, in the flow's body"
+            )
+        raise AttributeError(f"StepContext has no attribute {name!r}")
+
+
+class _StepLogger(logging.LoggerAdapter[logging.Logger]):
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
+        return msg, kwargs
+
+
+class _FlowLogger(_StepLogger):
+    """Silent while the body replays what it has done before."""
+
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, Any], body: Body) -> None:
+        super().__init__(logger, dict(extra))
+        self._body = body
+
+    def isEnabledFor(self, level: int) -> bool:
+        return not self._body.is_replaying and super().isEnabledFor(level)
+
+
+class _Context:
+    """What both flow contexts have without waiting."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self.logger = _FlowLogger(
+            logging.getLogger("loom_django.flow"),
+            {"execution_id": body.execution_id, "flow_id": body.flow.id},
+            body,
+        )
+
+    @property
+    def execution_id(self) -> str:
+        return self._body.execution_id
+
+    @property
+    def flow_id(self) -> str:
+        return self._body.flow.id
+
+    @property
+    def version(self) -> int:
+        """The version that the execution was started under."""
+        return self._body.journal.fold.version
+
+    @property
+    def scheduled_at(self) -> datetime | None:
+        """The occurrence that a schedule started this execution for; None otherwise."""
+        at = self._body.journal.fold.options.get("scheduled_at")
+        return None if at is None else from_micros(at)
+
+    @property
+    def subject_ref(self) -> tuple[str, str] | None:
+        """``(model label, primary key)`` of the subject, both as text; None without one."""
+        subject = self._body.journal.fold.options.get("subject")
+        return None if subject is None else (subject[0], subject[1])
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        attributes: dict[str, Any] = codec.decode(self._body.journal.fold.options.get("attributes", {}))
+        return attributes
+
+    @property
+    def is_replaying(self) -> bool:
+        """True while the log answers what the body asks for."""
+        return self._body.is_replaying
+
+    def now(self) -> datetime:
+        """The time of the last fact that the body has consumed; the same on every replay. Aware, UTC."""
+        return self._body.now()
+
+    def uuid4(self) -> UUID:
+        """A random UUID that is the same on every replay."""
+        return self._body.uuid4()
+
+    def random(self) -> random_module.Random:
+        """A seeded generator, new at each call and the same on every replay."""
+        return self._body.random()
+
+    def emit(self, kind: str, payload: Any = None) -> None:
+        """Add an application event to the log.
+
+        Raises:
+            InvalidInputError: a kind of the kernel's own. UnencodableValueError, PayloadTooLargeError.
+        """
+        self._body.emit(kind, payload)
+
+    def meter(self, resource: str, amount: Any) -> None:
+        """Record a use of a resource. Such facts may over-count after a crash, never under-count."""
+        self._body.meter(resource, amount)
+
+
+class FlowContext(_Context):
+    """What a plain flow asks the world through."""
+
+    def _do(self, steps: Steps[R]) -> R:
+        driver = self._body.driver
+        if not isinstance(driver, SyncDriver):
+            raise TypeError("a FlowContext is driven synchronously")
+        return driver.drive(steps)
+
+    def run(self, tool: Tool[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a tool as a step and return its result, after the codec; from the log if it has one.
+
+        Raises:
+            StepFailed: the step failed, now or when it was recorded.
+            UndeclaredStepError, DuplicateStepError, UnencodableValueError: misuse; ends the body.
+        """
+        result: R = self._do(self._body.run(tool, args, kwargs))
+        return result
+
+    def run_step(self, step_id: str, /, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`run` by the step's id; untyped."""
+        return self._do(self._body.run_step(step_id, args, kwargs))
+
+    def suspend(
+        self, on: str, /, *, correlation_key: str | None = None, timeout: Duration | None = None
+    ) -> Any:
+        """Park until ``loom.resume(..., event_type=on)`` answers; return its payload.
+
+        Raises:
+            WaitTimedOut: nobody answered within ``timeout`` (seconds or timedelta).
+        """
+        return self._do(self._body.suspend(on, correlation_key, timeout))
+
+    def receive(self, name: str, /, *, timeout: Duration | None = None) -> Any:
+        """Take the oldest message of that name, or park until one is sent; return its payload.
+
+        Raises:
+            WaitTimedOut: none came within ``timeout`` (seconds or timedelta).
+        """
+        return self._do(self._body.receive(name, timeout))
+
+    def sleep(self, duration: Duration, /) -> None:
+        """Park for a duration (seconds or timedelta); the wake time is recorded once."""
+        self._do(self._body.sleep(duration))
+
+    def sleep_until(self, when: datetime, /) -> None:
+        """Park until an aware point in time."""
+        self._do(self._body.sleep_until(when))
+
+    def decide(self, decision_id: str, decider: Callable[[], R], /) -> R:
+        """Compute a value once and record it: for a flag, a setting, a read that may change."""
+        result: R = self._do(self._body.decide(decision_id, decider))
+        return result
+
+
+class Operation(Generic[R]):
+    """A call of an async context that is to be awaited; one that is not is found out at the next call."""
+
+    def __init__(self, context: AsyncFlowContext, name: str, steps: Steps[R]) -> None:
+        self._body = context._body
+        self._steps = steps
+        self._body.unawaited[id(self)] = name
+
+    def __await__(self) -> Generator[Any, Any, R]:
+        self._body.unawaited.pop(id(self), None)
+        driver = self._body.driver
+        if not isinstance(driver, AsyncDriver):
+            raise TypeError("an AsyncFlowContext is driven by a loop")
+        return driver.drive(self._steps).__await__()
+
+
+class AsyncFlowContext(_Context):
+    """What an async flow asks the world through: the names of :class:`FlowContext`, awaited."""
+
+    def _do(self, name: str, steps: Steps[R]) -> Awaitable[R]:
+        return Operation(self, name, steps)
+
+    def run(self, tool: Tool[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+        """See :meth:`FlowContext.run`."""
+        return self._do("run", self._body.run(tool, args, kwargs))
+
+    def run_step(self, step_id: str, /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        """See :meth:`FlowContext.run_step`."""
+        return self._do("run_step", self._body.run_step(step_id, args, kwargs))
+
+    def suspend(
+        self, on: str, /, *, correlation_key: str | None = None, timeout: Duration | None = None
+    ) -> Awaitable[Any]:
+        """See :meth:`FlowContext.suspend`."""
+        return self._do("suspend", self._body.suspend(on, correlation_key, timeout))
+
+    def receive(self, name: str, /, *, timeout: Duration | None = None) -> Awaitable[Any]:
+        """See :meth:`FlowContext.receive`."""
+        return self._do("receive", self._body.receive(name, timeout))
+
+    def sleep(self, duration: Duration, /) -> Awaitable[None]:
+        """See :meth:`FlowContext.sleep`."""
+        return self._do("sleep", self._body.sleep(duration))
+
+    def sleep_until(self, when: datetime, /) -> Awaitable[None]:
+        """See :meth:`FlowContext.sleep_until`."""
+        return self._do("sleep_until", self._body.sleep_until(when))
+
+    def decide(self, decision_id: str, decider: Callable[[], Any], /) -> Awaitable[Any]:
+        """See :meth:`FlowContext.decide`; the decider may be async."""
+        return self._do("decide", self._body.decide(decision_id, decider))

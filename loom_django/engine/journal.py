@@ -1,0 +1,152 @@
+"""The pen: the only place where a running body or an answer adds to a log.
+
+``record`` folds a fact now and keeps it; ``land`` makes everything kept durable in one append. So the state in
+hand is always the log plus what is kept, and nothing outside may act on a kept fact before it has landed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any, Final
+
+from loom_django.engine.core import Engine, from_micros
+from loom_django.errors import StaleFenceError
+from loom_django.kernel.events import KERNEL_KINDS, Event, may_be_passed_by_owner, pack
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.projection import project
+from loom_django.kernel.state import Wait
+from loom_django.stores.base import (
+    KEEP,
+    Commit,
+    NewExecution,
+    Ownership,
+    SequenceOccupied,
+    TimerRow,
+)
+
+# How often an owner appends behind notes that others put where its next event should stand.
+PASSES: Final = 5
+
+
+class Journal:
+    """A log that this process is writing, with the facts that have not landed yet."""
+
+    def __init__(self, engine: Engine, fold: Fold, *, fence: int | None, writer: int) -> None:
+        self.engine = engine
+        self.fold = fold
+        self.fence = fence
+        self.writer = writer
+        self.kept: list[Event] = []
+        # What belongs to a kept fact and must land with it: messages taken, timer rows that have served.
+        self._messages: list[int] = []
+        self._timers_off: list[datetime] = []
+
+    @property
+    def execution_id(self) -> str:
+        return self.fold.execution_id
+
+    def stamp(self) -> int:
+        """The time for a fact that is recorded now; never earlier than the log's newest."""
+        return max(self.engine.now(), self.fold.at)
+
+    def record(self, kind: str, fields: Mapping[str, Any], *, execution_id: str | None = None) -> Event:
+        """Fold a fact and keep it for the next append. ``at`` is added unless it is given."""
+        stamped = fields if "at" in fields else {"at": self.stamp(), **fields}
+        event = Event(
+            execution_id=execution_id or self.execution_id,
+            sequence=self.fold.last_sequence + 1,
+            kind=str(kind),
+            body=pack(stamped),
+            fence=self.fence,
+            writer=self.writer,
+            is_kernel=kind in KERNEL_KINDS,
+        )
+        self.fold.apply(event)
+        self.kept.append(event)
+        return event
+
+    def ride(self, *, message: int, wait: Wait | None) -> None:
+        """Have a message marked as taken, and its wait's timer row go, with the next append."""
+        self._messages.append(message)
+        if wait is not None and wait.wake_at is not None:
+            self._timers_off.append(from_micros(wait.wake_at))
+
+    def land(
+        self,
+        *,
+        ownership: Ownership = KEEP,
+        new: NewExecution | None = None,
+        wakes: int | None = None,
+        timers: tuple[TimerRow, ...] = (),
+        timers_off: tuple[datetime, ...] | None = (),
+        messages: tuple[int, ...] = (),
+        pass_notes: bool = True,
+    ) -> tuple[Event, ...]:
+        """Make the kept facts durable, in one append with what belongs to them.
+
+        With ``pass_notes`` an owner whose next sequence holds a note of somebody else (an audit fact or an
+        application event) folds the note and appends behind it.
+
+        Raises:
+            StaleFenceError: another owner has the execution.
+            SequenceOccupied: another writer was first with more than a note. WakesMoved: look again.
+            StoreUnavailableError: the database stayed away.
+        """
+        if not self.kept:
+            return ()
+        for attempt in range(PASSES + 1):
+            commit = Commit(
+                execution_id=self.execution_id,
+                events=tuple(self.kept),
+                projection=project(self.fold),
+                fence=self.fence,
+                ownership=ownership,
+                new=new,
+                wakes=wakes,
+                timers=timers,
+                timers_off=None if timers_off is None else (*timers_off, *self._timers_off),
+                messages=(*messages, *self._messages),
+            )
+            try:
+                self.engine.store.append(commit)
+                break
+            except SequenceOccupied:
+                if not pass_notes or attempt == PASSES or not self._pass_notes(commit.first_sequence):
+                    raise
+        landed = tuple(self.kept)
+        self.kept.clear()
+        self._messages.clear()
+        self._timers_off.clear()
+        self._announce(landed)
+        return landed
+
+    def _announce(self, landed: tuple[Event, ...]) -> None:
+        fold = self.fold
+        self.engine.store.on_commit(lambda: self.engine.announce(fold.flow_id, fold.version, landed))
+
+    def _pass_notes(self, sequence: int) -> bool:
+        """Fold what stands where the next event should; False if it is more than notes of others."""
+        tail = self.engine.store.read(self.execution_id, after=sequence - 1)
+        if not tail or not all(may_be_passed_by_owner(event.kind, event.is_kernel) for event in tail):
+            return False
+        self.rebase(self.kept)
+        return True
+
+    def rebase(self, keep: list[Event]) -> None:
+        """Read the log again and put the given facts behind it, under new sequences."""
+        events = self.engine.store.read(self.execution_id)
+        fold = Fold()
+        for event in events:
+            fold.apply(event)
+        self.kept = []
+        for event in keep:
+            moved = replace(event, sequence=fold.last_sequence + 1)
+            fold.apply(moved)
+            self.kept.append(moved)
+        self.fold = fold
+
+
+# What an owner meets when its append is refused for good: it owns the log no longer.
+LOST: Final = (StaleFenceError, SequenceOccupied)

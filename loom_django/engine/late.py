@@ -1,0 +1,39 @@
+"""The result of a call that nobody waits for any more: noted for the operator, never applied."""
+
+from __future__ import annotations
+
+import logging
+
+from loom_django.engine.core import Engine
+from loom_django.engine.drive import Outcome
+from loom_django.engine.outside import note
+from loom_django.errors import LoomError
+from loom_django.kernel import codec
+from loom_django.kernel.events import Encoded, Kind
+from loom_django.kernel.failures import describe_error
+
+log = logging.getLogger("loom_django.late")
+
+
+def note_late_result(engine: Engine, execution_id: str, step_id: str, outcome: Outcome) -> None:
+    """Append EFFECT_RETURNED_LATE; a failure to do so is logged, since no caller is left to hear it."""
+    fields: dict[str, object] = {"step": step_id, "elapsed_ms": round(outcome.elapsed * 1000)}
+    try:
+        fields |= _ending(engine, outcome)
+        note(engine, execution_id, Kind.EFFECT_RETURNED_LATE, fields)
+    except Exception:
+        log.exception(
+            "a late result could not be noted", extra={"execution_id": execution_id, "step_id": step_id}
+        )
+
+
+def _ending(engine: Engine, outcome: Outcome) -> dict[str, object]:
+    limit = engine.settings().MAX_PAYLOAD_BYTES
+    error = outcome.error
+    if error is None:
+        try:
+            return {"output": Encoded(codec.dumps(outcome.value, path="late result", limit=limit))}
+        except LoomError as exc:
+            error = exc
+    described = describe_error(error, 0)
+    return {"error": {"type": described["type"], "message": codec.encode(described["message"])}}

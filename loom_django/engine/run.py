@@ -1,0 +1,261 @@
+"""A body run from its entry to whatever ends it.
+
+Every body runs under a lease. It is entered with the log folded; frames that were begun and whose fate nobody
+knows are put in doubt before the body is entered. It ends by a park, an end of the execution, or by losing it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from loom_django.definitions import Flow
+from loom_django.engine.body import Body
+from loom_django.engine.context import AsyncFlowContext, FlowContext
+from loom_django.engine.core import Engine
+from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
+from loom_django.engine.doubt import open_doubts
+from loom_django.engine.drive import AsyncDriver, Driver, SyncDriver
+from loom_django.engine.journal import Journal
+from loom_django.engine.outside import open_journal
+from loom_django.engine.steps import recorded_error
+from loom_django.engine.unwind import Unwind, Why
+from loom_django.errors import (
+    ContextMisuseError,
+    FlowCodeMismatchError,
+    LoomError,
+    OpenTransactionError,
+    StepFailed,
+)
+from loom_django.kernel import codec
+from loom_django.kernel.events import Kind
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, Wait
+from loom_django.stores.base import NOBODY
+
+log = logging.getLogger("loom_django.run")
+
+# How long refused code is left alone before it is looked at again, in seconds.
+REFUSED_DELAY = 600.0
+
+
+
+class Ended(enum.Enum):
+    """What became of a body run."""
+
+    PARKED = "parked"
+    FINISHED = "finished"
+    LOST = "lost"
+    REFUSED = "refused"
+    INTERRUPTED = "interrupted"
+
+
+def run_execution(
+    engine: Engine,
+    execution_id: str,
+    *,
+    token: int,
+    fence: int | None,
+    journal: Journal | None = None,
+    stop: threading.Event | None = None,
+    on_start: Callable[[Body], None] | None = None,
+) -> Ended:
+    """Run the body of an execution that this process holds under ``token``, until it parks or ends.
+
+    Args:
+        fence: the fencing token to present; None if the execution was never fenced.
+        journal: the log as this process has just written it, to spare the read.
+        stop: set when the process is to end.
+
+    Raises:
+        OpenTransactionError: the caller's transaction is open; nothing was written.
+        KeyboardInterrupt, SystemExit: raised in the main thread while a tool ran, after it was accounted for.
+    """
+    if engine.store.in_transaction():
+        raise OpenTransactionError(
+            "running a flow's body",
+            "its steps must be durable one by one",
+            "Start it inside the block: it runs after the commit.",
+        )
+    if journal is None:
+        journal = open_journal(engine, engine.store.load(execution_id), fence=fence)
+    flow = _flow_of(engine, journal, token)
+    if flow is None:
+        return Ended.REFUSED
+    driver = _driver(engine, flow, stop)
+    body = Body(engine, journal, flow, driver)
+    engine.keeper.hold(execution_id, token, lambda: body.seal(Why.LOST) and None)
+    try:
+        if on_start is not None:
+            on_start(body)
+        return _ended(body, token, *_run(body))
+    finally:
+        engine.keeper.drop(execution_id)
+
+
+def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | None:
+    """The registered flow for a log; None, with the execution handed back, if this node cannot serve it."""
+    fold = journal.fold
+    flow = engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
+    if flow is not None and not fold.unknown_kinds and fold.status not in TERMINAL_STATUSES:
+        return flow
+    if fold.status not in TERMINAL_STATUSES:
+        log.error(
+            "an execution is left alone: %s",
+            mismatch(engine, fold) if flow is None else f"unknown kinds {fold.unknown_kinds}",
+            extra={"execution_id": fold.execution_id, "flow_id": fold.flow_id},
+        )
+    engine.store.release(fold.execution_id, token, delay=REFUSED_DELAY)
+    return None
+
+
+def mismatch(engine: Engine, fold: Fold) -> FlowCodeMismatchError:
+    """The refusal of an execution whose recorded code no registered flow has."""
+    versions = engine.registry.versions(fold.flow_id)
+    nearest = versions.get(fold.version) or (versions[max(versions)] if versions else None)
+    differences = []
+    if nearest is not None:
+        recorded = {frame.step_id.split("#", 1)[0] for frame in fold.frames.values()}
+        differences = [f"step {step!r} is gone" for step in sorted(recorded - set(nearest.steps))]
+    return FlowCodeMismatchError(
+        fold.execution_id,
+        "structure",
+        fold.flow_hash,
+        nearest.flow_hash if nearest else "not registered here",
+        differences,
+    )
+
+
+def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:
+    kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
+    driver = kind(close_connections=engine.store.close_old_connections, one_thread=engine.store.in_testcase())
+    if stop is not None:
+        driver.stop = stop
+    return driver
+
+
+def _run(body: Body) -> tuple[Any, BaseException | None]:
+    """Enter the body and return its value, or what it raised."""
+    try:
+        doubts = open_doubts(body.journal.fold)
+        if doubts:
+            body.park_in_doubt(doubts, LOST_IN_DOUBT)
+        args, kwargs = body.flow.unbind(codec.decode(body.journal.fold.input))
+        context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
+        driver: Any = body.driver
+        value = driver.run_body(lambda: body.flow.func(context, *args, **kwargs))
+    except BaseException as exc:
+        return None, exc
+    return value, None
+
+
+def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> Ended:
+    """Record how the body ended. What a seal says goes before what the body made of it."""
+    if body.misuse is None and body.sealed is None and body.unawaited:
+        forgotten = ", ".join(sorted(set(body.unawaited.values())))
+        body.misuse = ContextMisuseError(
+            f"ctx.{forgotten} was not awaited before the flow returned: write await"
+        )
+    if body.misuse is not None:
+        return _finish(body, lambda: _fail(body, body.misuse or raised or AssertionError()))
+    unwind = body.sealed or (raised if isinstance(raised, Unwind) else None)
+    if unwind is not None:
+        return _unwound(body, token, unwind)
+    if raised is None:
+        return _finish(body, lambda: _complete(body, value))
+    if isinstance(raised, KeyboardInterrupt | SystemExit) and _in_main_thread():
+        return _unwound(body, token, Unwind(Why.INTERRUPTED, raised))
+    return _finish(body, lambda: _fail(body, raised))
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
+    cause = unwind.cause
+    if unwind.why is Why.PARKED:
+        if cause is not None:
+            raise cause
+        return Ended.PARKED
+    if unwind.why is Why.INTERRUPTED:
+        _hand_back(body, token)
+        if cause is not None and _in_main_thread():
+            raise cause
+        return Ended.INTERRUPTED
+    level = logging.INFO if unwind.why is Why.LOST else logging.ERROR
+    log.log(
+        level,
+        "a body run was given up: %s (%r)",
+        unwind.why.value,
+        cause,
+        extra={"execution_id": body.execution_id, "flow_id": body.flow.id},
+    )
+    return Ended.LOST
+
+
+def _hand_back(body: Body, token: int) -> None:
+    """Give the execution to somebody else at once; facts that were kept are made durable if that goes."""
+    try:
+        body.journal.land()
+        body.engine.store.release(body.execution_id, token)
+    except Exception as exc:
+        log.warning(
+            "an interrupted execution could not be handed back; its lease will run out",
+            exc_info=exc,
+            extra={"execution_id": body.execution_id},
+        )
+
+
+def _finish(body: Body, write: Callable[[], Ended]) -> Ended:
+    """Write an end; the store may still refuse it."""
+    body.sealed = None
+    try:
+        return write()
+    except Unwind as unwind:
+        return _unwound(body, 0, unwind)
+
+
+def _complete(body: Body, value: Any) -> Ended:
+    try:
+        text = body.encode(value, f"result of flow {body.flow.id}")
+    except LoomError as exc:
+        return _fail(body, exc)
+    body.journal.record(Kind.EXECUTION_COMPLETED, {"result": text})
+    body.land(ownership=NOBODY, timers_off=None)
+    return Ended.FINISHED
+
+
+def _fail(body: Body, error: BaseException) -> Ended:
+    described = failure_of(body, error)
+    if body.flow.on_error == "park":
+        number = 1 + sum(1 for wait in body.journal.fold.waits.values() if wait.on == ON_ERROR)
+        try:
+            body.park("error", [Wait(f"error#{number}", ON_ERROR)], error=described)
+        except Unwind as unwind:
+            return _unwound(body, 0, unwind)
+    body.journal.record(Kind.EXECUTION_FAILED, {"error": described})
+    body.land(ownership=NOBODY, timers_off=None)
+    log.warning(
+        "an execution failed: %s",
+        described["type"],
+        exc_info=error,
+        extra={"execution_id": body.execution_id, "flow_id": body.flow.id},
+    )
+    return Ended.FINISHED
+
+
+def failure_of(body: Body, error: BaseException) -> dict[str, Any]:
+    """An uncaught error as the log keeps it; a step's failure keeps the type of what failed in the step."""
+    described = recorded_error(body, error)
+    if isinstance(error, StepFailed):
+        described |= {
+            "type": error.error_type,
+            "bases": list(error.bases),
+            "message": codec.encode(error.message),
+            "step": error.step_id,
+        }
+    return described

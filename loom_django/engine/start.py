@@ -1,0 +1,169 @@
+"""Starting: one commit makes the log, the row and its owner; the id makes it idempotent.
+
+The same id with the same flow and input is the same execution. What "same" means: the arguments bound to the
+signature, encoded canonically, byte for byte; version and options do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from loom_django.definitions import Flow, Options
+from loom_django.engine.core import Engine, from_micros, random_token, to_micros
+from loom_django.engine.journal import Journal
+from loom_django.errors import (
+    ExecutionConflictError,
+    InvalidInputError,
+    PayloadTooLargeError,
+    StoreUnavailableError,
+)
+from loom_django.kernel import codec
+from loom_django.kernel.durations import seconds
+from loom_django.kernel.events import Encoded, Kind
+from loom_django.kernel.fold import Fold
+from loom_django.stores.base import NewExecution, Ownership, SequenceOccupied, TimerRow
+
+# A start that meets an id whose holder rolls back is tried again.
+ATTEMPTS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An execution that exists: made by this call, or before it."""
+
+    execution_id: str
+    flow_id: str
+    created: bool
+    journal: Journal | None = None
+
+
+def start(
+    engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], options: Options, ownership: Ownership
+) -> Started:
+    """Write the start of an execution, or find the one that has its id.
+
+    Raises:
+        InvalidInputError: the flow is pinned, or an option cannot be used.
+        UnencodableValueError, PayloadTooLargeError: the input or the attributes cannot be recorded.
+        ExecutionConflictError: the id is another flow's, or another input's.
+    """
+    if flow.pinned:
+        raise InvalidInputError(
+            f"version {flow.version} is pinned: it serves the executions it has and starts no new ones", flow.id
+        )
+    execution_id = options.execution_id or str(uuid.uuid4())
+    for _ in range(ATTEMPTS):
+        journal = Journal(engine, Fold(), fence=None, writer=random_token())
+        fields, new = _facts(engine, journal, flow, given, options, execution_id)
+        journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
+        timers = () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
+        try:
+            journal.land(ownership=ownership, new=new, timers=timers, pass_notes=False)
+        except SequenceOccupied:
+            found = _existing(engine, flow, given, execution_id)
+            if found is not None:
+                return found
+            continue
+        if options.execution_id is not None:
+            # A deleted execution of the same id may have left a token that this one runs under.
+            journal.fence = engine.store.fence(execution_id) or None
+        return Started(execution_id, flow.id, True, journal)
+    raise StoreUnavailableError(f"the id {execution_id!r} was taken and given up again and again", ATTEMPTS)
+
+
+def _existing(
+    engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], execution_id: str
+) -> Started | None:
+    events = engine.store.read(execution_id, limit=1)
+    if not events:
+        return None
+    recorded = events[0].data
+    if recorded["flow"] != flow.id:
+        raise ExecutionConflictError(execution_id, f"flow ({recorded['flow']})")
+    if codec.canonical(codec.decode(recorded.get("input"))) != codec.canonical(dict(given)):
+        raise ExecutionConflictError(execution_id, "input")
+    return Started(execution_id, flow.id, False)
+
+
+def _facts(
+    engine: Engine,
+    journal: Journal,
+    flow: Flow[..., Any],
+    given: Mapping[str, Any],
+    options: Options,
+    execution_id: str,
+) -> tuple[dict[str, Any], NewExecution]:
+    limit = engine.settings().MAX_PAYLOAD_BYTES
+    attributes = _attributes(options.attributes, limit)
+    subject = _subject(options.subject)
+    deadline = _deadline(journal.stamp(), flow, options)
+    recorded: dict[str, Any] = {
+        "subject": subject,
+        "attributes": json.loads(attributes) if options.attributes else None,
+        "priority": options.priority or None,
+        "deadline": deadline,
+    }
+    fields = {
+        "flow": flow.id,
+        "version": flow.version,
+        "hash": flow.flow_hash,
+        "code": flow.code_hash or None,
+        "options": {name: value for name, value in recorded.items() if value is not None} or None,
+        "input": Encoded(_input(flow, given, limit)),
+    }
+    new = NewExecution(
+        priority=options.priority,
+        deadline=None if deadline is None else from_micros(deadline),
+        chain=execution_id,
+        subject_type=subject[0] if subject else "",
+        subject_id=subject[1] if subject else "",
+        attributes=attributes,
+    )
+    return fields, new
+
+
+def _input(flow: Flow[..., Any], given: Mapping[str, Any], limit: int) -> str:
+    """The input by parameter name; a refusal names the parameter."""
+    parts = [f"{json.dumps(name)}:{codec.dumps(value, path=name)}" for name, value in given.items()]
+    text = "{" + ",".join(parts) + "}"
+    if len(text) > limit:
+        raise PayloadTooLargeError(len(text), limit, f"input of flow {flow.id}")
+    return text
+
+
+def _attributes(attributes: Mapping[str, Any], limit: int) -> str:
+    """Attributes are plain JSON, so that the database can filter by them."""
+    try:
+        text = json.dumps(dict(attributes), allow_nan=False)
+    except (TypeError, ValueError) as exc:
+        raise InvalidInputError(f"attributes= must be plain JSON values: {exc}") from None
+    if len(text) > limit:
+        raise InvalidInputError(f"attributes= has {len(text)} bytes, {limit} are allowed")
+    if "\\u0000" in text or "\\ud8" in text:
+        raise InvalidInputError("attributes= must be text that every database takes: no NUL, no lone surrogates")
+    return text
+
+
+def _subject(subject: Any) -> tuple[str, str] | None:
+    if subject is None:
+        return None
+    meta = getattr(subject, "_meta", None)
+    if meta is None or getattr(subject, "pk", None) is None:
+        raise InvalidInputError(f"subject= must be a saved model instance, not {type(subject).__name__}")
+    return meta.label_lower, str(subject.pk)
+
+
+def _deadline(now: int, flow: Flow[..., Any], options: Options) -> int | None:
+    given = options.deadline if options.deadline is not None else flow.deadline
+    if given is None:
+        return None
+    if isinstance(given, datetime):
+        if given.utcoffset() is None:
+            raise InvalidInputError(f"deadline= must be aware, not {given!r}: give it a time zone")
+        return to_micros(given)
+    return now + round(seconds(given, "deadline") * 1_000_000)

@@ -1,0 +1,414 @@
+"""The life of one step: asked for, marked durable, run, recorded; and what is never done twice by surprise.
+
+The rules are those of ADR 0021. A step that the log holds is served from it. Before a tool is called, one
+append makes the previous outcome and this step's STEP_STARTED durable. A tool declared ``idempotent=False``
+whose fate nobody knows is put in doubt, and a person decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from loom_django.definitions import Tool
+from loom_django.engine.core import from_micros
+from loom_django.engine.drive import Invoke, Io, Outcome, Pause, Steps
+from loom_django.engine.late import note_late_result
+from loom_django.engine.unwind import Unwind, Why
+from loom_django.errors import (
+    EffectInDoubt,
+    InvalidInputError,
+    LoomError,
+    PayloadTooLargeError,
+    StaleFenceError,
+    StepFailed,
+)
+from loom_django.kernel import backoff, codec, keys
+from loom_django.kernel.events import Encoded, Event, Kind
+from loom_django.kernel.failures import describe_error
+from loom_django.kernel.state import ON_RETRY, Frame, FrameStatus, Wait
+from loom_django.stores.base import SequenceOccupied
+
+if TYPE_CHECKING:
+    from loom_django.engine.body import Body
+
+# An outcome whose tool took longer than this many seconds is not carried to the next boundary.
+CARRY_LIMIT: Final = 0.020
+
+_SCALARS: Final = (str, int, float, bool, type(None))
+
+
+def key_of(execution_id: str, step_id: str, generation: int) -> str:
+    return keys.idempotency_key(execution_id, step_id, generation)
+
+
+# Names.
+
+
+def id_for(body: Body, tool: Any) -> str:
+    """The id of the step that ``ctx.run(tool, …)`` asks for; refused if the flow does not declare it."""
+    if not isinstance(tool, Tool):
+        name = getattr(tool, "__name__", repr(tool))
+        body.undeclared(name, "decorate it with @tool and list it in steps=")
+    if tool.is_keyed:
+        step_id = str(tool.step_id)
+        if not body.flow.in_family(step_id):
+            body.undeclared(step_id.split("#", 1)[0])
+        key = step_id.split("#", 1)[1]
+        body.ask(step_id, f"by {tool.name}.keyed({key!r})")
+        return step_id
+    base = tool.step_id or _only_id(body, tool)
+    if base not in body.flow.steps and not body.flow.in_family(base):
+        body.undeclared(base)
+    number = body.count(f"step:{base}")
+    step_id = base if number == 1 else f"{base}#{number}"
+    body.ask(step_id, "as a plain call" if number == 1 else f"as plain {base} number {number}")
+    return step_id
+
+
+def _only_id(body: Body, tool: Tool[..., Any]) -> str:
+    ids = body.flow.step_ids_of(tool)
+    if len(ids) > 1 and tool.name not in ids:
+        body.undeclared(tool.name, f"it is listed as {', '.join(ids)}: say which by .named()")
+    return tool.name if tool.name in ids or not ids else ids[0]
+
+
+def tool_of(body: Body, step_id: str) -> Tool[..., Any]:
+    """The tool that is declared under a step id or under the base of one."""
+    tool = body.flow.steps.get(step_id) or body.flow.steps.get(str(step_id).split("#", 1)[0])
+    if tool is None:
+        body.undeclared(str(step_id))
+    return tool
+
+
+# The life of a step.
+
+
+def perform(
+    body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Steps[Any]:
+    """Serve the step from the log, or run it until it has an outcome."""
+    frame = body.journal.fold.frames.get(step_id)
+    if frame is not None and frame.settled:
+        return _serve(body, frame)
+    given = _encode_arguments(body, step_id, tool, args, kwargs)
+    while True:
+        frame = body.journal.fold.frames.get(step_id)
+        if frame is not None and frame.status is FrameStatus.RETRYING:
+            yield from _await_retry(body, frame)
+        outcome = yield from _attempt(body, step_id, tool, given)
+        if outcome is not _AGAIN:
+            return outcome
+
+
+_AGAIN: Final = object()
+
+
+def _serve(body: Body, frame: Frame) -> Any:
+    body.served(frame.finished_at)
+    if frame.status is FrameStatus.COMPLETED:
+        return codec.decode(frame.output)
+    raise _failure(frame.step_id, frame.error or {})
+
+
+def _failure(step_id: str, error: Mapping[str, Any]) -> StepFailed:
+    return StepFailed(
+        step_id,
+        error.get("type", ""),
+        _text(error.get("message", "")),
+        error.get("bases", ()),
+        _text(error.get("traceback", "")),
+    )
+
+
+def _text(tree: Any) -> str:
+    return str(codec.decode(tree))
+
+
+def _encode_arguments(
+    body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Encoded:
+    """The arguments as the log keeps them; what cannot be recorded is refused before anything is written."""
+    try:
+        tool.signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        body.refuse(InvalidInputError(f"step {step_id!r}: {exc}: {tool.name}{tool.signature}", body.flow.id))
+    try:
+        encoded_args = codec.dumps(list(args), path=f"{step_id}: args")
+        encoded_kwargs = codec.dumps(dict(kwargs), path=f"{step_id}: kwargs")
+        text = f'{{"args":{encoded_args},"kwargs":{encoded_kwargs}}}'
+        limit = body.settings.MAX_PAYLOAD_BYTES
+        if len(text) > limit:
+            raise PayloadTooLargeError(len(text), limit, f"arguments of step {step_id}")
+    except LoomError as exc:
+        body.refuse(exc)
+    return Encoded(text)
+
+
+def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
+    """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
+    engine = body.engine
+    engine.reached("before-start", body.execution_id, step_id)
+    fields = {"step": step_id, "tool": tool.name, "idempotent": tool.idempotent, "args": given}
+    started = body.journal.record(Kind.STEP_STARTED, fields)
+    body.did(started.data["at"])
+    if tool.idempotent is False or tool.transactional or not body.may_defer():
+        yield Io(body.land)
+    engine.reached("before-effect", body.execution_id, step_id)
+    if body.sealed is not None and body.sealed.why is not Why.PARKED:
+        raise body.sealed  # sealed while the marker was made durable: the effect never starts
+    if tool.transactional:
+        return (yield from _transactional(body, step_id, tool, given))
+    context, call = _prepared_call(body, step_id, tool, given)
+    outcome: Outcome = yield Invoke(call, tool.is_async, tool.timeout, _late_notice(body, step_id, tool))
+    engine.reached("after-effect", body.execution_id, step_id)
+    for fields in context.metered:
+        body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
+    if outcome.error is None:
+        return (yield from _completed(body, step_id, tool, outcome))
+    return (yield from _raised(body, step_id, tool, outcome))
+
+
+def _prepared_call(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> tuple[Any, Any]:
+    from loom_django.engine.context import StepContext
+
+    frame = body.journal.fold.frames[step_id]
+    context = StepContext(
+        execution_id=body.execution_id,
+        flow_id=body.flow.id,
+        step_id=step_id,
+        idempotency_key=key_of(body.execution_id, step_id, frame.generation),
+        attempt=frame.attempts,
+        deadline=_deadline(body, tool, frame),
+    )
+    # A tool gets what a replay would get: containers are copies made by the codec.
+    arguments = codec.loads(given)
+    func = body.engine.stubs.get(tool.name, tool.func)
+    engine, execution_id = body.engine, body.execution_id
+
+    def call() -> Any:
+        engine.reached("in-effect", execution_id, step_id)
+        return func(context, *arguments["args"], **arguments["kwargs"])
+
+    return context, call
+
+
+def _deadline(body: Body, tool: Tool[..., Any], frame: Frame) -> datetime | None:
+    if tool.timeout is None:
+        return None
+    return from_micros(frame.started_at) + timedelta(seconds=tool.timeout)
+
+
+def _late_notice(body: Body, step_id: str, tool: Tool[..., Any]) -> Any:
+    engine, execution_id = body.engine, body.execution_id
+
+    def notice(outcome: Outcome) -> None:
+        if tool.idempotent is False:
+            note_late_result(engine, execution_id, step_id, outcome)
+
+    return notice
+
+
+def _completed(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) -> Steps[Any]:
+    try:
+        text = body.encode(outcome.value, f"result of {step_id}")
+    except LoomError as exc:
+        # The effect has happened; only its result cannot be kept.
+        if tool.idempotent is False:
+            yield from _in_doubt(body, step_id, f"the result cannot be recorded: {exc}")
+        return (yield from _failed(body, step_id, tool, exc, outcome.elapsed, may_retry=False))
+    event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
+    yield from _settled(body, tool, event, outcome.elapsed)
+    return _after_codec(outcome.value, text)
+
+
+def _after_codec(value: Any, text: str) -> Any:
+    return value if type(value) in _SCALARS else codec.loads(text)
+
+
+def _settled(body: Body, tool: Tool[..., Any], event: Event, elapsed: float) -> Steps[None]:
+    """An outcome is in hand: durable at once, or carried to the next boundary if the tool was quick."""
+    body.did(event.data["at"])
+    if tool.idempotent is False or (elapsed >= CARRY_LIMIT and not body.may_defer()):
+        yield Io(body.land)
+    body.engine.reached("after-outcome", body.execution_id, event.data["step"])
+
+
+def _raised(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) -> Steps[Any]:
+    error = outcome.error
+    if error is None:
+        raise AssertionError("an outcome without an error was taken for a failure")
+    interrupted = _is_interrupt(body, error)
+    if tool.idempotent is False and (cause := _doubt(tool, outcome, error)):
+        yield from _in_doubt(body, step_id, cause, interrupt=error if interrupted else None)
+    if interrupted:
+        raise body.seal(Why.INTERRUPTED, error)
+    if outcome.timed_out:
+        error = TimeoutError(f"did not end within {tool.timeout} s")
+    return (yield from _failed(body, step_id, tool, error, outcome.elapsed))
+
+
+def _doubt(tool: Tool[..., Any], outcome: Outcome, error: BaseException) -> str:
+    """Why nobody knows whether a non-idempotent effect happened; '' if it is known that it failed."""
+    if outcome.timed_out:
+        return f"no answer within {tool.timeout} s"
+    if isinstance(error, EffectInDoubt):
+        return error.message
+    if isinstance(error, tool.in_doubt_on) or not isinstance(error, Exception):
+        described = describe_error(error, 0)
+        return f"{described['type']}: {described['message']}"
+    return ""
+
+
+def _is_interrupt(body: Body, error: BaseException) -> bool:
+    """True if this process is being told to end, rather than a tool having raised something odd."""
+    if isinstance(error, asyncio.CancelledError):
+        return body.driver.stop.is_set() or body.sealed is not None
+    in_main = threading.current_thread() is threading.main_thread()
+    return isinstance(error, KeyboardInterrupt | SystemExit) and in_main
+
+
+def _in_doubt(
+    body: Body, step_id: str, cause: str, *, interrupt: BaseException | None = None
+) -> Steps[NoReturn]:
+    frame = body.journal.fold.frames[step_id]
+    try:
+        yield Io(lambda: body.park_in_doubt([frame], cause))
+    except Unwind as unwind:
+        unwind.cause = interrupt
+        raise
+    raise AssertionError("a park does not return")
+
+
+def _failed(
+    body: Body,
+    step_id: str,
+    tool: Tool[..., Any],
+    error: BaseException,
+    elapsed: float,
+    *,
+    may_retry: bool = True,
+) -> Steps[Any]:
+    """A known failure: retried by its policy, or the step's outcome."""
+    described = recorded_error(body, error)
+    if may_retry and isinstance(error, Exception):
+        failures = body.journal.fold.frames[step_id].failures + 1
+        if tool.retry is not None and backoff.retries(tool.retry, error, failures):
+            yield from _retry(body, step_id, tool, described, failures)
+            return _AGAIN
+    event = body.journal.record(Kind.STEP_FAILED, {"step": step_id, "error": described})
+    yield from _settled(body, tool, event, elapsed)
+    raise _failure(step_id, described) from error
+
+
+def recorded_error(body: Body, error: BaseException) -> dict[str, Any]:
+    """An error as the log keeps it: type, bases, text; texts in the codec's form."""
+    described = describe_error(error, body.settings.MAX_TRACEBACK_BYTES)
+    return {
+        "type": described["type"],
+        "bases": described["bases"],
+        "message": codec.encode(described["message"]),
+        "traceback": codec.encode(described["traceback"]),
+    }
+
+
+def _retry(
+    body: Body, step_id: str, tool: Tool[..., Any], described: Mapping[str, Any], failures: int
+) -> Steps[None]:
+    policy = tool.retry
+    if policy is None:
+        raise AssertionError("no policy, no retry")
+    delay = backoff.delay(policy, failures, body.engine.draw())
+    fields = {
+        "step": step_id,
+        "error": described,
+        "failures": failures,
+        "fresh_key": policy.fresh_key or None,
+        "next_at": body.journal.stamp() + round(delay * 1_000_000),
+    }
+    body.journal.record(Kind.STEP_RETRYING, fields)
+    yield Io(body.land)  # at once: the count of failures, and a fresh key, must survive a crash
+
+
+def _await_retry(body: Body, frame: Frame) -> Steps[None]:
+    """Wait for the next attempt: in process if it is near, else parked."""
+    remaining = (frame.next_at - body.journal.stamp()) / 1_000_000
+    if remaining <= 0:
+        return
+    if remaining <= body.settings.IN_PROCESS_RETRY_LIMIT and not body.driver.one_thread:
+        yield Pause(remaining)
+        return
+    wait = Wait(f"retry:{frame.step_id}:{frame.failures}", ON_RETRY, frame.step_id, frame.next_at)
+    known = body.journal.fold.waits.get(wait.id)
+    if known is None or known.pending:
+        yield Io(lambda: body.park("retry", [wait]))
+
+
+# Transactional steps.
+
+
+def _transactional(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
+    """Run a tool and land its outcome in one transaction; a rollback takes both away.
+
+    If the commit's answer was lost, the log is read: STEP_COMPLETED there means done, else the tool runs
+    again. The sequence lets only one of two such transactions commit.
+    """
+    context, call = _prepared_call(body, step_id, tool, given)
+    try:
+        return (yield Io(lambda: _in_transaction(body, step_id, call, context)))
+    except Unwind:
+        raise
+    except BaseException as exc:
+        error = exc
+    if _is_interrupt(body, error):
+        raise body.seal(Why.INTERRUPTED, error) from error
+    frame = yield Io(lambda: _after_rollback(body, step_id, error))
+    if frame.status is FrameStatus.COMPLETED:
+        body.did(frame.finished_at)
+        return codec.decode(frame.output)
+    for fields in context.metered:
+        body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
+    if body.engine.store.is_connection_lost(error):
+        return _AGAIN
+    storable = not isinstance(error, LoomError | _RolledBackError)
+    return (yield from _failed(body, step_id, tool, error, CARRY_LIMIT, may_retry=storable))
+
+
+def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
+    store = body.engine.store
+    with store.transaction():
+        value = call()
+        text = body.encode(value, f"result of {step_id}")
+        if store.marked_for_rollback():
+            raise _RolledBackError("the transaction was marked for rollback, so nothing of the step was kept")
+        body.engine.reached("after-effect", body.execution_id, step_id)
+        for fields in context.metered:
+            body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
+        event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
+        body.journal.land()
+    body.did(event.data["at"])
+    body.engine.reached("after-outcome", body.execution_id, step_id)
+    return _after_codec(value, text)
+
+
+class _RolledBackError(Exception):
+    """A tool's transaction that would have ended without its work."""
+
+
+def _after_rollback(body: Body, step_id: str, error: BaseException) -> Frame:
+    """The transaction ended in an error: read what the log holds of the step."""
+    if isinstance(error, StaleFenceError | SequenceOccupied):
+        raise body.seal(Why.LOST, error)
+    try:
+        body.journal.rebase([])
+    except Exception as exc:
+        raise body.seal(Why.STORE, exc) from exc
+    frame = body.journal.fold.frames[step_id]
+    if body.sealed is not None:
+        raise body.sealed
+    if frame.status not in (FrameStatus.COMPLETED, FrameStatus.RUNNING):
+        raise body.seal(Why.LOST, error)
+    return frame

@@ -1,0 +1,28 @@
+"""How a body is left without being finished.
+
+One private BaseException, so that ``except Exception`` in a flow catches outcomes only. Whatever stops a body
+(a park, a lost fence, a cancel, the store gone) is a reason of it, never an exception of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Why(enum.Enum):
+    """Why a body was left."""
+
+    PARKED = "parked"  # its park has landed
+    LOST = "lost"  # another owner has it, or it has ended
+    MISUSED = "misused"  # an earlier call was misuse, and the body went on
+    STORE = "store"  # the log could not be written; the lease's end hands it to somebody else
+    INTERRUPTED = "interrupted"  # this process is told to end
+
+
+class Unwind(BaseException):
+    """Leaves a body. Never caught by a flow: one that swallows it meets it again at its next call."""
+
+    def __init__(self, why: Why, cause: BaseException | None = None) -> None:
+        super().__init__(why.value)
+        self.why = why
+        self.cause = cause

@@ -1,0 +1,513 @@
+"""The configured runtime: ``loom``, its async twins, and the handles that it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from asgiref.sync import sync_to_async
+
+from loom_django import conf, definitions
+from loom_django.definitions import Flow, Options, registry
+from loom_django.engine import answers
+from loom_django.engine.answers import MISSING, Resolution
+from loom_django.engine.core import Engine, from_micros
+from loom_django.engine.outside import Appended
+from loom_django.engine.start import Started, start
+from loom_django.errors import (
+    ContextMisuseError,
+    ExecutionCancelledError,
+    ExecutionClosedError,
+    ExecutionFailedError,
+    ExecutionNotFoundError,
+    FlowNotFoundError,
+    OpenTransactionError,
+    ResultTimeoutError,
+)
+from loom_django.kernel import codec, keys
+from loom_django.kernel.durations import Duration, seconds
+from loom_django.kernel.events import Event
+from loom_django.kernel.fold import fold
+from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket, WorkerDispatcher
+from loom_django.services.leases import LeaseKeeper
+from loom_django.stores import store_for
+from loom_django.stores.base import Store
+
+if TYPE_CHECKING:
+    from loom_django.engine.core import Keeper
+
+R = TypeVar("R")
+
+# How often ``Handle.result`` looks, in seconds: soon at first, then less often.
+RESULT_POLLS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingWait:
+    """One thing that an execution waits for. ``wake_at`` is aware UTC, or None."""
+
+    on: str
+    correlation_key: str | None
+    wake_at: datetime | None
+
+    @classmethod
+    def of(cls, wait: Wait) -> PendingWait:
+        return cls(wait.on, wait.correlation_key, None if wait.wake_at is None else from_micros(wait.wake_at))
+
+
+class Handle(Generic[R]):
+    """An execution as a program sees it.
+
+    Attributes:
+        id, flow_id: of the execution.
+        created: True if the call that returned this handle made the execution.
+    """
+
+    def __init__(self, loom: Loom, id: str, flow_id: str, *, created: bool = False) -> None:
+        self._loom = loom
+        self.id = id
+        self.flow_id = flow_id
+        self.created = created
+        self._state: ExecutionState | None = None
+
+    @property
+    def status(self) -> Status:
+        """Where the execution stands now: one cheap query."""
+        status = self._loom.store.status(self.id)
+        if status is None:
+            raise ExecutionNotFoundError(self.id)
+        return status
+
+    @property
+    def waits(self) -> tuple[PendingWait, ...]:
+        """What it waits for now."""
+        return tuple(PendingWait.of(wait) for wait in self._loom.state(self.id).pending_waits)
+
+    def refresh(self) -> Handle[R]:
+        """Read the log again; returns the handle itself."""
+        self._state = self._loom.state(self.id)
+        return self
+
+    async def arefresh(self) -> Handle[R]:
+        """:meth:`refresh`, awaited."""
+        return await sync_to_async(self.refresh)()
+
+    def result(self, timeout: Duration | None = None) -> R:
+        """Wait for the end and return the result. For scripts and tests; a view reads ``status``.
+
+        Raises:
+            ExecutionFailedError, ExecutionCancelledError: it ended so.
+            ResultTimeoutError: it has not ended within ``timeout`` (seconds or timedelta).
+            OpenTransactionError: inside a transaction, where its start may not have been committed.
+            ContextMisuseError: inside a flow's body.
+        """
+        self._check_may_wait()
+        limit = None if timeout is None else seconds(timeout, "timeout")
+        began = time.monotonic()
+        tries = 0
+        while self.status not in TERMINAL_STATUSES:
+            elapsed = time.monotonic() - began
+            if limit is not None and elapsed >= limit:
+                raise ResultTimeoutError(self.id, limit)
+            pause = RESULT_POLLS[min(tries, len(RESULT_POLLS) - 1)]
+            time.sleep(pause if limit is None else min(pause, limit - elapsed))
+            tries += 1
+        return self._outcome()
+
+    async def aresult(self, timeout: Duration | None = None) -> R:
+        """:meth:`result`, awaited; the event loop is free meanwhile."""
+        limit = None if timeout is None else seconds(timeout, "timeout")
+        began = time.monotonic()
+        tries = 0
+        while (await sync_to_async(lambda: self.status)()) not in TERMINAL_STATUSES:
+            elapsed = time.monotonic() - began
+            if limit is not None and elapsed >= limit:
+                raise ResultTimeoutError(self.id, limit)
+            pause = RESULT_POLLS[min(tries, len(RESULT_POLLS) - 1)]
+            await asyncio.sleep(pause if limit is None else min(pause, limit - elapsed))
+            tries += 1
+        return await sync_to_async(self._outcome)()
+
+    def _check_may_wait(self) -> None:
+        if self._loom.in_body():
+            raise ContextMisuseError("handle.result() in a flow's body would hold its thread: use ctx.await_child")
+        if self._loom.store.in_transaction():
+            raise OpenTransactionError(
+                "handle.result() inside atomic()",
+                "it would wait for an execution that starts only at commit",
+                "Read handle.status later, or wait after the block.",
+            )
+        if _in_event_loop():
+            raise ContextMisuseError("handle.result() would block the event loop: await handle.aresult()")
+
+    def _outcome(self) -> R:
+        state = self.refresh()._state
+        if state is None:
+            raise ExecutionNotFoundError(self.id)
+        if state.status is Status.FAILED:
+            error = state.error or {}
+            raise ExecutionFailedError(
+                self.id, str(error.get("type", "")), str(codec.decode(error.get("message", "")))
+            )
+        if state.status is Status.CANCELLED:
+            raise ExecutionCancelledError(self.id, state.reason)
+        result: R = codec.decode(state.result)
+        return result
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.id} of {self.flow_id}>"
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+class Loom:
+    """Starts, answers, ends and reads executions.
+
+    These calls are code and trusted: they check no permission. ``principal`` (a user or a name) is recorded
+    with what was done and nothing else. Acts of the admin and of the commands check permissions themselves.
+    Every call has an awaited twin whose name begins with ``a``.
+    """
+
+    def __init__(self, store: Store | None = None, *, keeper: Keeper | None = None) -> None:
+        self._given_store = store
+        self._given_keeper = keeper
+        self._engine: Engine | None = None
+        self._dispatcher: Dispatcher | None = None
+        conf.on_change(self.reset)
+
+    # What it is made of.
+
+    def reset(self) -> None:
+        """Read the settings again at the next call."""
+        self._engine = None
+        self._dispatcher = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for the services around it."""
+        if self._engine is None:
+            store = self._given_store or store_for(conf.get_settings().DATABASE)
+            keeper = self._given_keeper or LeaseKeeper(store, conf.get_settings)
+            self._engine = Engine(store, conf.get_settings, registry, keeper, announce=_announce)
+        return self._engine
+
+    @property
+    def store(self) -> Store:
+        return self.engine.store
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        if self._dispatcher is None:
+            inline = conf.get_settings().DISPATCHER == "inline"
+            self._dispatcher = InlineDispatcher(self.engine) if inline else WorkerDispatcher()
+        return self._dispatcher
+
+    @dispatcher.setter
+    def dispatcher(self, dispatcher: Dispatcher | None) -> None:
+        self._dispatcher = dispatcher
+
+    def in_body(self) -> bool:
+        """True in a thread that is running a flow's body inline."""
+        return getattr(getattr(self.dispatcher, "_local", None), "queue", None) is not None
+
+    # Starting.
+
+    def start(
+        self,
+        flow_id: str | Flow[..., Any],
+        /,
+        *,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        version: int | None = None,
+        **options: Any,
+    ) -> Handle[Any]:
+        """Start an execution by the flow's id: that version, else the highest that is not pinned.
+
+        ``options`` are those of :meth:`Flow.using`. See :meth:`Flow.start` for what is raised; and
+
+        Raises:
+            FlowNotFoundError: no such flow, or no such version, is registered.
+        """
+        if isinstance(flow_id, Flow):
+            flow = flow_id
+        else:
+            flow = registry.current(flow_id, version)
+        return self.start_flow(flow.using(**options) if options else flow, tuple(args), dict(kwargs or {}))
+
+    def start_flow(self, flow: Flow[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle[Any]:
+        given = flow.bind_input(args, kwargs)
+        ticket = self.dispatcher.ticket()
+        started = start(self.engine, flow, given, flow.options, ticket.ownership)
+        if started.created:
+            self._dispatch(started, ticket)
+        return Handle(self, started.execution_id, started.flow_id, created=started.created)
+
+    async def astart_flow(
+        self, flow: Flow[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Handle[Any]:
+        return await sync_to_async(self.start_flow)(flow, args, kwargs)
+
+    def _dispatch(self, started: Started, ticket: Ticket) -> None:
+        self._after_commit(started.execution_id, ticket, started.journal)
+
+    def _after_commit(self, execution_id: str, ticket: Ticket, journal: Any) -> None:
+        dispatcher = self.dispatcher
+        self.store.on_commit(lambda: dispatcher.dispatch(execution_id, ticket, journal))
+
+    def _handed_on(self, appended: Appended, ticket: Ticket) -> Handle[Any]:
+        journal = appended.journal
+        if appended.events:
+            self._after_commit(journal.execution_id, ticket, journal)
+        return Handle(self, journal.execution_id, journal.fold.flow_id)
+
+    # Answering.
+
+    def resume(
+        self,
+        execution_id: str,
+        /,
+        *,
+        event_type: str,
+        payload: Any = None,
+        correlation_key: str | None = None,
+        principal: Any = None,
+        fence: int | None = None,
+        allow_flow_code_mismatch: bool = False,
+    ) -> Handle[Any]:
+        """Answer what a flow waits for by ``ctx.suspend(event_type)``.
+
+        Raises:
+            ExecutionNotFoundError: no such execution.
+            ResumeRefusedError: nothing waits for this; ``reason`` says how. Nothing was written.
+            FlowCodeMismatchError: the flow's code is not the one recorded.
+            UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
+        """
+        ticket = self.dispatcher.ticket()
+        appended = answers.resume(
+            self.engine,
+            execution_id,
+            event_type=event_type,
+            payload=payload,
+            correlation_key=correlation_key,
+            principal=principal,
+            fence=fence,
+            allow_flow_code_mismatch=allow_flow_code_mismatch,
+            ownership=ticket.ownership,
+        )
+        return self._handed_on(appended, ticket)
+
+    def resolve(
+        self,
+        execution_id: str,
+        step_id: str,
+        resolution: Resolution,
+        /,
+        *,
+        output: Any = MISSING,
+        error: Any = MISSING,
+        park_sequence: int | None = None,
+        principal: Any = None,
+        reason: str = "",
+    ) -> Handle[Any]:
+        """Settle an effect in doubt: give its result, have it run anew with a fresh key, or fail it.
+
+        Args:
+            park_sequence: of the park, or of the EFFECT_INDOUBT, that the verdict answers; another one is
+                refused.
+
+        Raises:
+            InvalidInputError: an unknown resolution; an output that is missing, or does not belong.
+            VerdictRefusedError: the step is not in doubt (any more); it says who answered and when.
+            FlowCodeMismatchError: the flow's code is not the one recorded.
+        """
+        ticket = self.dispatcher.ticket()
+        appended = answers.resolve(
+            self.engine,
+            execution_id,
+            step_id,
+            resolution,
+            output=output,
+            error=error,
+            park_sequence=park_sequence,
+            principal=principal,
+            reason=reason,
+            ownership=ticket.ownership,
+        )
+        return self._handed_on(appended, ticket)
+
+    def retry_error(self, execution_id: str, /, *, principal: Any = None, reason: str = "") -> Handle[Any]:
+        """Run an execution again that is parked on an error of its body (``on_error="park"``).
+
+        Raises:
+            ResumeRefusedError: it is not parked on an error.
+        """
+        ticket = self.dispatcher.ticket()
+        appended = answers.open_gate(
+            self.engine, execution_id, ON_ERROR, principal=principal, reason=reason, ownership=ticket.ownership
+        )
+        return self._handed_on(appended, ticket)
+
+    def cancel(self, execution_id: str, /, *, reason: str = "", principal: Any = None) -> Handle[Any]:
+        """End an execution. What a running body has begun may still happen; it can record nothing more.
+
+        Raises:
+            ExecutionNotFoundError: no such execution.
+            ExecutionClosedError: it ended otherwise. A second cancel is answered, not an error.
+        """
+        appended = answers.cancel(self.engine, execution_id, reason=reason, principal=principal)
+        return Handle(self, execution_id, appended.journal.fold.flow_id)
+
+    def send(
+        self, execution_id: str, /, name: str, payload: Any = None, *, message_id: str | None = None
+    ) -> bool:
+        """Send a message to a flow's ``ctx.receive(name)``; it is kept until it is wanted.
+
+        Returns:
+            False if a message of that ``message_id`` was sent before: the first payload stands.
+
+        Raises:
+            ExecutionNotFoundError: no such execution. ExecutionClosedError: it has ended.
+            UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
+        """
+        keys.check_id(name, "message name")
+        identity = keys.check_id(message_id, "message id") if message_id is not None else str(uuid.uuid4())
+        body = codec.dumps(payload, path="payload", limit=conf.get_settings().MAX_PAYLOAD_BYTES)
+        status = self.store.status(execution_id)
+        if status is None:
+            raise ExecutionNotFoundError(execution_id)
+        if status in TERMINAL_STATUSES:
+            raise ExecutionClosedError(execution_id, str(status))
+        if not self.store.send(execution_id, name=name, message_id=identity, body=body):
+            return False
+        # The row is kept; the park is answered after the commit, and by the timer loop if this process dies.
+        self.store.on_commit(lambda: self._try_delivery(execution_id))
+        return True
+
+    def _try_delivery(self, execution_id: str) -> None:
+        try:
+            ticket = self.dispatcher.ticket()
+            appended = answers.deliver_message(self.engine, execution_id, ticket.ownership)
+            if appended.events:
+                self._handed_on(appended, ticket)
+        except Exception:
+            logging.getLogger("loom_django.inbox").warning(
+                "a message could not be delivered at once; the timer loop will",
+                exc_info=True,
+                extra={"execution_id": execution_id},
+            )
+
+    # Reading.
+
+    def handle(self, execution_id: str, /) -> Handle[Any]:
+        """The handle of an execution.
+
+        Raises:
+            ExecutionNotFoundError: no such execution.
+        """
+        events = self.store.read(execution_id, limit=1)
+        if not events:
+            raise ExecutionNotFoundError(execution_id)
+        return Handle(self, execution_id, events[0].data["flow"])
+
+    def state(self, execution_id: str, /) -> ExecutionState:
+        """The fold of the whole log.
+
+        Raises:
+            ExecutionNotFoundError: no such execution.
+        """
+        events = self.store.read(execution_id)
+        if not events:
+            raise ExecutionNotFoundError(execution_id)
+        return fold(events)
+
+    def history(
+        self, execution_id: str, /, *, kinds: Iterable[str] | None = None, after: int = 0, limit: int | None = None
+    ) -> list[Event]:
+        """Events of the log in order, from ``after + 1``; all of them unless ``limit`` is given.
+
+        Raises:
+            ExecutionNotFoundError: no such execution.
+        """
+        if self.store.status(execution_id) is None:
+            raise ExecutionNotFoundError(execution_id)
+        if kinds is None:
+            return self.store.read(execution_id, after=after, limit=limit)
+        wanted = frozenset(str(kind) for kind in kinds)
+        events = [event for event in self.store.read(execution_id, after=after) if event.kind in wanted]
+        return events if limit is None else events[:limit]
+
+    def parked_at_sequence(self, execution_id: str, /) -> int | None:
+        """The sequence of the newest park while it is unanswered; None otherwise."""
+        return self.state(execution_id).park_sequence
+
+    # The awaited twins.
+
+    async def astart(self, flow_id: str | Flow[..., Any], /, **options: Any) -> Handle[Any]:
+        """:meth:`start`, awaited."""
+        return await sync_to_async(self.start)(flow_id, **options)
+
+    async def aresume(self, execution_id: str, /, **options: Any) -> Handle[Any]:
+        """:meth:`resume`, awaited."""
+        return await sync_to_async(self.resume)(execution_id, **options)
+
+    async def aresolve(
+        self, execution_id: str, step_id: str, resolution: Resolution, /, **options: Any
+    ) -> Handle[Any]:
+        """:meth:`resolve`, awaited."""
+        return await sync_to_async(self.resolve)(execution_id, step_id, resolution, **options)
+
+    async def aretry_error(self, execution_id: str, /, **options: Any) -> Handle[Any]:
+        """:meth:`retry_error`, awaited."""
+        return await sync_to_async(self.retry_error)(execution_id, **options)
+
+    async def acancel(self, execution_id: str, /, **options: Any) -> Handle[Any]:
+        """:meth:`cancel`, awaited."""
+        return await sync_to_async(self.cancel)(execution_id, **options)
+
+    async def asend(
+        self, execution_id: str, /, name: str, payload: Any = None, *, message_id: str | None = None
+    ) -> bool:
+        """:meth:`send`, awaited."""
+        return await sync_to_async(self.send)(execution_id, name, payload, message_id=message_id)
+
+    async def ahandle(self, execution_id: str, /) -> Handle[Any]:
+        """:meth:`handle`, awaited."""
+        return await sync_to_async(self.handle)(execution_id)
+
+    async def astate(self, execution_id: str, /) -> ExecutionState:
+        """:meth:`state`, awaited."""
+        return await sync_to_async(self.state)(execution_id)
+
+    async def ahistory(self, execution_id: str, /, **options: Any) -> list[Event]:
+        """:meth:`history`, awaited."""
+        return await sync_to_async(self.history)(execution_id, **options)
+
+    async def aparked_at_sequence(self, execution_id: str, /) -> int | None:
+        """:meth:`parked_at_sequence`, awaited."""
+        return await sync_to_async(self.parked_at_sequence)(execution_id)
+
+
+def _announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
+    from loom_django.services.announce import announce
+
+    announce(flow_id, version, events)
+
+
+loom = Loom()
+definitions.bind_runtime(lambda: loom)
+
+__all__ = ["FlowNotFoundError", "Handle", "Loom", "PendingWait", "loom"]

@@ -1,0 +1,106 @@
+"""From events that have landed to Django signals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from django.dispatch import Signal
+
+from loom_django import signals
+from loom_django.definitions import registry
+from loom_django.kernel import codec
+from loom_django.kernel.events import Event, Kind
+from loom_django.kernel.state import ON_VERDICT
+
+log = logging.getLogger("loom_django.signals")
+
+_Sent = tuple[Signal, dict[str, Any]]
+
+
+def _started(data: Mapping[str, Any]) -> list[_Sent]:
+    subject = (data.get("options") or {}).get("subject")
+    return [(signals.execution_started, {"subject": tuple(subject) if subject else None})]
+
+
+def _suspended(data: Mapping[str, Any]) -> list[_Sent]:
+    return [(signals.execution_suspended, {"waits": data["waits"], "reason": data.get("reason", "")})]
+
+
+def _resumed(data: Mapping[str, Any]) -> list[_Sent]:
+    principal = data.get("principal")
+    sent: list[_Sent] = [(signals.execution_resumed, {"event_type": data.get("event"), "principal": principal})]
+    if data.get("event") == ON_VERDICT:
+        verdict = codec.decode(data["payload"])
+        about = {
+            "step_id": verdict["step_id"],
+            "resolution": verdict["resolution"],
+            "principal": principal,
+            "reason": data.get("reason", ""),
+        }
+        sent.append((signals.verdict_given, about))
+    return sent
+
+
+def _completed(data: Mapping[str, Any]) -> list[_Sent]:
+    return [(signals.execution_completed, {"result": codec.decode(data.get("result"))})]
+
+
+def _failed(data: Mapping[str, Any]) -> list[_Sent]:
+    error = data["error"]
+    about = {"error_type": error.get("type", ""), "message": codec.decode(error.get("message", ""))}
+    return [(signals.execution_failed, about)]
+
+
+def _cancelled(data: Mapping[str, Any]) -> list[_Sent]:
+    about = {"reason": data.get("reason", ""), "principal": data.get("principal")}
+    return [(signals.execution_cancelled, about)]
+
+
+def _in_doubt(data: Mapping[str, Any]) -> list[_Sent]:
+    about = {"step_id": data["step"], "idempotency_key": data["key"], "cause": data["cause"]}
+    return [(signals.effect_in_doubt, about)]
+
+
+_TELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], list[_Sent]]]] = {
+    Kind.EXECUTION_STARTED: _started,
+    Kind.EXECUTION_SUSPENDED: _suspended,
+    Kind.EXECUTION_RESUMED: _resumed,
+    Kind.EXECUTION_COMPLETED: _completed,
+    Kind.EXECUTION_FAILED: _failed,
+    Kind.EXECUTION_CANCELLED: _cancelled,
+    Kind.EFFECT_INDOUBT: _in_doubt,
+}
+
+
+def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
+    """Send what the events tell; a receiver that fails is logged and stops nothing."""
+    for event in events:
+        tell = _TELLS.get(event.kind)
+        if tell is None:
+            continue
+        for signal, about in tell(event.data):
+            if signal.has_listeners():
+                _send(signal, flow_id, version, event, about)
+
+
+def _send(signal: Signal, flow_id: str, version: int, event: Event, about: dict[str, Any]) -> None:
+    ids = {
+        "execution_id": event.execution_id,
+        "flow_id": flow_id,
+        "version": version,
+        "sequence": event.sequence,
+    }
+    for receiver, outcome in signal.send_robust(_sender(flow_id, version), **ids, **about):
+        if isinstance(outcome, Exception):
+            log.error("a receiver failed: %r", receiver, exc_info=outcome, extra=ids)
+
+
+def _sender(flow_id: str, version: int) -> Any:
+    flow = registry.versions(flow_id).get(version)
+    if flow is not None:
+        return flow
+    from loom_django.models import Execution
+
+    return Execution

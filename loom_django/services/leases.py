@@ -1,0 +1,120 @@
+"""Keeping leases alive: one thread per process, with its own connection, whatever the bodies are doing.
+
+Renewal does not depend on the health of the step that it vouches for. It ends after ``EXECUTE_TIMEOUT``, so
+that a body that hangs is handed to another process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loom_django.conf import LoomSettings
+from loom_django.stores.base import Store
+
+log = logging.getLogger("loom_django.leases")
+
+# A keeper with nothing to keep ends its thread after so many seconds, and its connection with it.
+IDLE = 5.0
+
+
+@dataclass(slots=True)
+class _Held:
+    token: int
+    since: float
+    on_lost: Callable[[], None]
+
+
+class LeaseKeeper:
+    """Renews this process's leases in one statement per interval."""
+
+    def __init__(self, store: Store, settings: Callable[[], LoomSettings]) -> None:
+        self._store = store
+        self._settings = settings
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._condition = threading.Condition()
+        self._held: dict[str, _Held] = {}
+        self._thread: threading.Thread | None = None
+
+    def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
+        """Renew this lease from now on; ``on_lost`` is called, from another thread, when it is lost."""
+        if self._store.in_testcase():
+            return  # another connection could not see the lease
+        if self._pid != os.getpid():
+            self._begin()  # a forked child has neither the thread nor its leases
+        with self._condition:
+            self._held[execution_id] = _Held(token, time.monotonic(), on_lost)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="loom-leases", daemon=True)
+                self._thread.start()
+            self._condition.notify()
+
+    def drop(self, execution_id: str) -> None:
+        """Renew it no longer."""
+        with self._condition:
+            self._held.pop(execution_id, None)
+
+    def held(self) -> int:
+        """How many leases are being renewed."""
+        with self._condition:
+            return len(self._held)
+
+    def _keep(self) -> None:
+        try:
+            while self._wait():
+                self.tick()
+        finally:
+            self._store.close_connections()
+
+    def _wait(self) -> bool:
+        """Wait for the next renewal; False when there has been nothing to keep for a while."""
+        with self._condition:
+            if not self._held:
+                self._condition.wait(IDLE)
+            if not self._held:
+                self._thread = None
+                return False
+            self._condition.wait(self._settings().LEASE_RENEW_INTERVAL)
+            return True
+
+    def tick(self) -> None:
+        """Renew everything that is held once; tell those that were lost, or held too long."""
+        limit = self._settings().EXECUTE_TIMEOUT
+        with self._condition:
+            now = time.monotonic()
+            overdue = [(name, held) for name, held in self._held.items() if now - held.since > limit]
+            for name, _ in overdue:
+                del self._held[name]
+            current = dict(self._held)
+        for name, held in overdue:
+            log.warning("a body has run for longer than EXECUTE_TIMEOUT", extra={"execution_id": name})
+            held.on_lost()
+        if current:
+            self._renew(current)
+
+    def _renew(self, current: dict[str, _Held]) -> None:
+        leases = [(name, held.token) for name, held in current.items()]
+        try:
+            kept = self._store.renew(leases, ttl=self._settings().LEASE_TTL)
+            self._store.measure()
+        except Exception as exc:
+            log.warning("leases could not be renewed: %s", exc)
+            return
+        for name, held in current.items():
+            if name not in kept:
+                self._lost(name, held)
+
+    def _lost(self, name: str, held: _Held) -> None:
+        with self._condition:
+            if self._held.get(name) is not held:
+                return  # it parked or ended meanwhile
+            del self._held[name]
+        log.info("a lease was lost", extra={"execution_id": name})
+        held.on_lost()

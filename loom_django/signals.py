@@ -1,0 +1,19 @@
+"""Past-tense facts for receivers: sent after the commit, robustly, and not durably.
+
+The sender is the registered :class:`~loom_django.Flow`, or the class ``Execution`` for a flow that is unknown
+here. All carry ``execution_id``, ``flow_id``, ``version`` and ``sequence``. Work that must happen belongs in a
+step: a process that dies between the commit and the signal sends none.
+"""
+
+from __future__ import annotations
+
+from django.dispatch import Signal
+
+execution_started = Signal()  # subject
+execution_suspended = Signal()  # waits, reason
+execution_resumed = Signal()  # event_type, principal
+execution_completed = Signal()  # result
+execution_failed = Signal()  # error_type, message
+execution_cancelled = Signal()  # reason, principal
+effect_in_doubt = Signal()  # step_id, idempotency_key, cause
+verdict_given = Signal()  # step_id, resolution, principal, reason
