@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, Protocol
 
-from loom_django.kernel.events import AUDIT, Event, Kind
+from loom_django.kernel.events import ANSWERING, AUDIT, Event, Kind
 from loom_django.kernel.projection import Projection
 from loom_django.kernel.state import Status
 
@@ -167,7 +167,8 @@ class Commit:
         """Refuse what no caller may send.
 
         Raises:
-            ValueError: the events are not consecutive ones of the execution, or a start does not begin at 1.
+            ValueError: the events are not consecutive ones of the execution, a start does not begin at 1, or
+                the ownership does not go with the status (a park or an end is owned by nobody).
         """
         first = self.events[0].sequence
         for place, event in enumerate(self.events):
@@ -177,6 +178,15 @@ class Commit:
                 )
         if (self.new is not None) != (first == 1):
             raise ValueError(f"a commit to {self.execution_id!r} starts at 1 if and only if it is a start")
+        unowned = self.projection.status not in (Status.PENDING, Status.RUNNING)
+        if self.ownership.mode == "keep":
+            moved = self.new is not None or any(event.kind in ANSWERING for event in self.events)
+            if moved and unowned:
+                raise ValueError(f"{self.execution_id!r} parks or ends and must be left to nobody")
+        elif unowned != (self.ownership.mode == "nobody"):
+            raise ValueError(
+                f"{self.execution_id!r} would be {self.projection.status} and {self.ownership.mode}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
