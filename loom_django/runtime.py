@@ -35,7 +35,7 @@ from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
 from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
-from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket, WorkerDispatcher
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket, WorkerDispatcher, hand_on
 from loom_django.services.leases import LeaseKeeper
 from loom_django.stores import store_for
 from loom_django.stores.base import Store
@@ -262,17 +262,12 @@ class Loom:
         return await sync_to_async(self.start_flow)(flow, args, kwargs)
 
     def _dispatch(self, started: Started, ticket: Ticket) -> None:
-        self._after_commit(started.execution_id, ticket, started.journal)
-
-    def _after_commit(self, execution_id: str, ticket: Ticket, journal: Any) -> None:
         dispatcher = self.dispatcher
-        self.store.on_commit(lambda: dispatcher.dispatch(execution_id, ticket, journal))
+        self.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, started.journal))
 
     def _handed_on(self, appended: Appended, ticket: Ticket) -> Handle[Any]:
-        journal = appended.journal
-        if appended.events:
-            self._after_commit(journal.execution_id, ticket, journal)
-        return Handle(self, journal.execution_id, journal.fold.flow_id)
+        hand_on(self.engine, self.dispatcher, appended, ticket)
+        return Handle(self, appended.journal.execution_id, appended.journal.fold.flow_id)
 
     # Answering.
 

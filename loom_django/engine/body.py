@@ -95,6 +95,8 @@ class Body:
         """
         if self.sealed is not None:
             raise self.sealed
+        if self.driver.stop.is_set():
+            raise self.seal(Why.INTERRUPTED)  # the process is draining: the rest is another's
         if threading.get_ident() != self.thread:
             self.refuse(
                 ContextMisuseError(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import Journal
+from loom_django.engine.outside import Appended
 from loom_django.engine.run import Ended, run_execution
 from loom_django.stores.base import READY, Ownership
 
@@ -92,6 +93,13 @@ class InlineDispatcher:
             lambda: run_execution(self.engine, execution_id, token=token, fence=fence, journal=journal),
             execution_id,
         )
+
+
+def hand_on(engine: Engine, dispatcher: Dispatcher, appended: Appended, ticket: Ticket) -> None:
+    """Have an execution run whose park was just answered, once that is committed."""
+    if appended.events:
+        journal = appended.journal
+        engine.store.on_commit(lambda: dispatcher.dispatch(journal.execution_id, ticket, journal))
 
 
 def claim_one(engine: Engine, execution_id: str) -> int | None:

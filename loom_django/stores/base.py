@@ -180,13 +180,10 @@ class Commit:
             raise ValueError(f"a commit to {self.execution_id!r} starts at 1 if and only if it is a start")
         unowned = self.projection.status not in (Status.PENDING, Status.RUNNING)
         if self.ownership.mode == "keep":
-            moved = self.new is not None or any(event.kind in ANSWERING for event in self.events)
-            if moved and unowned:
-                raise ValueError(f"{self.execution_id!r} parks or ends and must be left to nobody")
+            if self.new is not None or (unowned and any(event.kind in ANSWERING for event in self.events)):
+                raise ValueError(f"a start, a park and an end of {self.execution_id!r} must say who owns it then")
         elif unowned != (self.ownership.mode == "nobody"):
-            raise ValueError(
-                f"{self.execution_id!r} would be {self.projection.status} and {self.ownership.mode}"
-            )
+            raise ValueError(f"{self.execution_id!r} would be {self.projection.status} and {self.ownership.mode}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +357,9 @@ class LeaseStore(Protocol):
 
     def expired(self, *, limit: int) -> list[Lease]:
         """Leases that ended by the store's clock, oldest first."""
+
+    def leases(self, *, limit: int) -> list[Lease]:
+        """All leases, expired or not, those that end first in front."""
 
     def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float) -> bool:
         """Take an expired lease by its token; False if it was renewed, released or taken meanwhile."""

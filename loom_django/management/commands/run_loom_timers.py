@@ -1,0 +1,50 @@
+"""The timer loop: wakes what is due."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from loom_django import conf
+from loom_django.management.options import log_to_console, positive_float, positive_int
+from loom_django.runtime import loom
+from loom_django.services.loop import Loop, stop_on_signals
+from loom_django.services.timers import BATCH, TimerService
+
+
+class Command(BaseCommand):
+    help = (
+        "Wakes executions whose timers are due: sleeps, timeouts, retries, messages left over, deadlines. "
+        "Any number of copies may run. With the inline dispatcher it runs their bodies too."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--once", action="store_true", help="Serve what is due now, then end.")
+        parser.add_argument(
+            "--interval", type=positive_float, help="Seconds between polls (default: LOOM['POLL_INTERVAL'])."
+        )
+        parser.add_argument(
+            "--limit", type=positive_int, default=BATCH, help="Rows taken at a time (default: %(default)s)."
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        log_to_console(self, options["verbosity"])
+        engine = loom.engine
+        service = TimerService(engine, lambda: loom.dispatcher, limit=options["limit"])
+        loop = Loop(
+            [service],
+            interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
+            after_turn=engine.store.close_old_connections,
+            draw=engine.draw,
+        )
+        undo = stop_on_signals(loop.request_stop)
+        try:
+            if not options["once"]:
+                loop.run()
+            elif not loop.run_once():
+                raise CommandError("the timers could not all be served; see the log", returncode=1)
+        finally:
+            undo()
+        self.stdout.write(f"{service.fired} timers fired")

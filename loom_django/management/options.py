@@ -1,0 +1,64 @@
+"""Argument types and set-up that the commands share."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+_LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
+
+
+def positive_int(text: str) -> int:
+    """An int above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an int above 0")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def log_to_console(command: BaseCommand, verbosity: int) -> None:
+    """Show loom's log on the command's error stream if the project has configured nothing for it."""
+    logger = logging.getLogger("loom_django")
+    if logger.hasHandlers() and logger.handlers:
+        return
+    handler = logging.StreamHandler(command.stderr)
+    handler.setFormatter(_WithIds("%(asctime)s %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(_LEVELS.get(verbosity, logging.INFO))
+    logger.propagate = False
+
+
+class _WithIds(logging.Formatter):
+    """Appends the ids that a record carries."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        ids = {name: getattr(record, name) for name in ("execution_id", "step_id") if hasattr(record, name)}
+        return text + "".join(f" {name}={value}" for name, value in ids.items())
+
+
+def add_format(parser: argparse.ArgumentParser, *choices: str) -> None:
+    """Add ``--format`` for commands whose output a machine may read."""
+    parser.add_argument(
+        "--format", choices=choices or ("text", "json"), default="text", help="How to print (default: %(default)s)."
+    )
+
+
+Options = dict[str, Any]

@@ -1,0 +1,160 @@
+"""The only loop: services are ticked until none has more to do, then it waits.
+
+A service that fails is backed off by itself, its errors are rate-limited, and the others go on. Nothing here
+sleeps in a way that a signal could not end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+log = logging.getLogger("loom_django.loop")
+
+BACKOFF_FIRST: Final = 0.5
+BACKOFF_MAX: Final = 5.0
+
+# While a service keeps failing, one line in so many seconds.
+REPORT_EVERY: Final = 30.0
+
+
+class Service(Protocol):
+    name: str
+
+    def tick(self) -> bool:
+        """Do one bounded piece; True if there may be more at once."""
+
+
+class Supervised:
+    """A service with its back-off."""
+
+    def __init__(self, service: Service, clock: Callable[[], float]) -> None:
+        self.service = service
+        self.clock = clock
+        self.failures = 0
+        self.not_before = 0.0
+        self.reported_at = float("-inf")
+
+    def tick(self, draw: Callable[[], float]) -> bool:
+        if self.clock() < self.not_before:
+            return False
+        try:
+            more = self.service.tick()
+        except Exception as exc:
+            self._failed(exc, draw())
+            return False
+        if self.failures:
+            log.info("service %s works again", self.service.name, extra={"service": self.service.name})
+        self.failures = 0
+        return more
+
+    def _failed(self, exc: Exception, draw: float) -> None:
+        delay = min(BACKOFF_MAX, BACKOFF_FIRST * 2 ** min(self.failures, 10))
+        self.failures += 1
+        self.not_before = self.clock() + delay * (0.75 + draw / 2)
+        if self.clock() - self.reported_at >= REPORT_EVERY:
+            self.reported_at = self.clock()
+            log.error(
+                "service %s failed; trying again: %s",
+                self.service.name,
+                exc,
+                exc_info=exc,
+                extra={"service": self.service.name},
+            )
+
+
+class Loop:
+    """Ticks services in the calling thread until it is stopped."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        *,
+        interval: Callable[[], float],
+        after_turn: Callable[[], None],
+        draw: Callable[[], float],
+        ready_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.services = [Supervised(service, clock) for service in services]
+        self.interval = interval
+        self.after_turn = after_turn
+        self.draw = draw
+        self.ready_file = ready_file
+        self.stop = threading.Event()
+        self.wake = threading.Event()
+
+    def turn(self) -> bool:
+        """Tick every service once; True if any has more to do."""
+        more = [service.tick(self.draw) for service in self.services if not self.stop.is_set()]
+        self.after_turn()
+        return any(more)
+
+    def run(self) -> None:
+        """Turn until stopped."""
+        while not self.stop.is_set():
+            if self.turn():
+                continue
+            self._report_progress()
+            # Full intervals from many processes would march in step.
+            self.wake.wait(self.interval() * (0.75 + self.draw() / 2))
+            self.wake.clear()
+
+    def run_once(self, *, busy: Callable[[], bool] = lambda: False) -> bool:
+        """Turn until there is nothing more to do; False if a service failed."""
+        while not self.stop.is_set():
+            more = self.turn()
+            if any(service.failures for service in self.services):
+                return False
+            if not more and not busy():
+                return True
+            if not more:
+                self.wake.wait(0.05)
+                self.wake.clear()
+        return True
+
+    def request_stop(self) -> None:
+        """End after the turn in hand."""
+        self.stop.set()
+        self.wake.set()
+
+    def _report_progress(self) -> None:
+        if self.ready_file is None:
+            return
+        healthy = not any(service.failures for service in self.services)
+        state = {"at": time.time(), "pid": os.getpid(), "healthy": healthy}
+        partial = self.ready_file.with_suffix(self.ready_file.suffix + ".new")
+        partial.write_text(json.dumps(state))
+        partial.replace(self.ready_file)
+
+
+def stop_on_signals(request_stop: Callable[[], None]) -> Callable[[], None]:
+    """Have SIGTERM and SIGINT stop a loop; a second one ends the process at once. Returns the undoing.
+
+    Signals reach the main thread only; in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    seen = False
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal seen
+        if seen:
+            os._exit(128 + number)
+        seen = True
+        request_stop()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def undo() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return undo

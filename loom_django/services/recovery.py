@@ -1,0 +1,248 @@
+"""Taking up what a dead process left behind.
+
+Who is dead is a fact about the cluster, not about the log: an expired lease says so, or the caller's own
+predicate. A takeover takes the expired lease by its token, reads the log again, fences the predecessor out, puts
+in doubt what must not run twice, and hands the execution on. One bad log stops nothing but itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from loom_django.engine.core import Engine, random_token
+from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
+from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_doubt
+from loom_django.engine.journal import Journal
+from loom_django.engine.outside import open_journal
+from loom_django.engine.run import REFUSED_DELAY, mismatch, run_execution
+from loom_django.errors import InvalidInputError
+from loom_django.kernel.events import AUDIT, Event, Kind
+from loom_django.kernel.state import ON_POISONED, Wait
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, run_logged
+from loom_django.stores.base import NOBODY, Lease, LeaseStore, Loaded
+
+log = logging.getLogger("loom_django.recovery")
+
+# Beginning a step again is no progress: a step that kills its process does that every time.
+_NO_PROGRESS: Final = AUDIT | {str(Kind.STEP_STARTED)}
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a pass found and did.
+
+    ``scanned`` rows were looked at, ``candidates`` of them abandoned, ``recovered`` handed on (or parked for
+    an operator), ``failed`` left as they are and named in ``failures`` as (execution id, why).
+    """
+
+    scanned: int = 0
+    candidates: int = 0
+    recovered: int = 0
+    failed: int = 0
+    failures: tuple[tuple[str, str], ...] = ()
+
+
+class Host(Protocol):
+    """What a pass needs of the runtime."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+
+def recover_abandoned(
+    loom: Host,
+    *,
+    is_abandoned: Callable[[Lease], bool] | None = None,
+    leases: LeaseStore | None = None,
+    fenced: bool = True,
+    limit: int = 50,
+) -> Summary:
+    """Recover executions whose process died; a pass to be run by a worker, a cron or a job.
+
+    Args:
+        is_abandoned: your judgement of one holder. Required without ``leases``, and without a default:
+            either answer would be wrong for somebody. With leases it narrows the expired ones further.
+        leases: where leases are read; the candidates are those that have expired by its clock, and what has
+            been ready for longer than ``READY_GRACE`` without being taken.
+        fenced: take a fencing token, so that a predecessor that is not dead can append nothing more.
+        limit: at most so many of each.
+
+    Raises:
+        InvalidInputError: neither ``leases`` nor ``is_abandoned`` was given.
+    """
+    if leases is None and is_abandoned is None:
+        raise InvalidInputError(
+            "without leases, is_abandoned= is required: a running execution of a healthy process looks the same "
+            "as an abandoned one. Pass leases=loom.store, or your own judgement"
+        )
+    run = _Pass(loom, fenced)
+    if leases is None:
+        run.all(loom.engine.store.leases(limit=limit), is_abandoned, forced=True)
+    else:
+        run.all(leases.expired(limit=limit), is_abandoned, forced=False)
+        run.stale(leases.stale_ready(grace=loom.engine.settings().READY_GRACE, limit=limit))
+    return run.summary()
+
+
+class _Pass:
+    def __init__(self, loom: Host, fenced: bool) -> None:
+        self.loom = loom
+        self.engine = loom.engine
+        self.fenced = fenced
+        self.scanned = self.candidates = self.recovered = 0
+        self.failures: list[tuple[str, str]] = []
+
+    def summary(self) -> Summary:
+        failures = tuple(self.failures)
+        return Summary(self.scanned, self.candidates, self.recovered, len(failures), failures)
+
+    def all(
+        self, found: Iterable[Lease], is_abandoned: Callable[[Lease], bool] | None, *, forced: bool
+    ) -> None:
+        for lease in found:
+            self.scanned += 1
+            if is_abandoned is None or is_abandoned(lease):
+                self.candidates += 1
+                self._guarded(lease.execution_id, lambda lease=lease: self._lease(lease, forced))
+
+    def stale(self, found: Iterable[Lease]) -> None:
+        """What has been ready too long. A worker's queue is served by its workers; inline, nobody else comes."""
+        if not isinstance(self.loom.dispatcher, InlineDispatcher):
+            return
+        for lease in found:
+            self.scanned += 1
+            self.candidates += 1
+            self._guarded(lease.execution_id, lambda lease=lease: self._ready(lease.execution_id))
+
+    def _guarded(self, execution_id: str, recover: Callable[[], bool]) -> None:
+        try:
+            if recover():
+                self.recovered += 1
+        except Exception as exc:
+            if self.engine.store.is_connection_lost(exc):
+                raise
+            self.failures.append((execution_id, str(exc) or type(exc).__name__))
+            log.error(
+                "an execution could not be recovered: %s", exc, exc_info=exc, extra={"execution_id": execution_id}
+            )
+
+    def _lease(self, lease: Lease, forced: bool) -> bool:
+        store, token = self.engine.store, random_token()
+        owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
+        if forced:
+            taken = store.release(lease.execution_id, lease.token) and store.claim(
+                lease.execution_id, owner=owner, token=token, ttl=ttl
+            )
+        else:
+            taken = store.take_over(lease, owner=owner, token=token, ttl=ttl)
+        return self._taken(lease.execution_id, token) if taken else False
+
+    def _ready(self, execution_id: str) -> bool:
+        token = random_token()
+        taken = self.engine.store.claim(
+            execution_id, owner=self.engine.identity.name, token=token, ttl=self.engine.settings().LEASE_TTL
+        )
+        return self._taken(execution_id, token) if taken else False
+
+    def _taken(self, execution_id: str, token: int) -> bool:
+        """Bring an execution that this process holds to where somebody can go on with it."""
+        store = self.engine.store
+        try:
+            fence = store.acquire_fence(execution_id) if self.fenced else None
+            loaded = store.load(execution_id)
+            journal = open_journal(self.engine, loaded, fence=fence)
+            self._check_code(journal)
+        except Exception as exc:
+            if not store.is_connection_lost(exc):
+                store.release(execution_id, token, delay=REFUSED_DELAY)
+            raise
+        if self._parked(journal, loaded):
+            return True
+        self._hand_over(execution_id, token, journal)
+        return True
+
+    def _check_code(self, journal: Journal) -> None:
+        fold = journal.fold
+        if self.engine.version_of(fold.flow_id, fold.version, fold.flow_hash) is None:
+            raise mismatch(self.engine, fold)
+        if fold.unknown_kinds:
+            raise InvalidInputError(f"its log holds kinds that this node does not know: {fold.unknown_kinds}")
+
+    def _parked(self, journal: Journal, loaded: Loaded) -> bool:
+        """Park what a person must look at; False if a body may go on."""
+        count = self.engine.store.count_recovery(journal.execution_id, sequence=progress(loaded.events))
+        doubts = open_doubts(journal.fold)
+        if doubts:
+            record_park_in_doubt(journal, doubts, LOST_IN_DOUBT)
+        elif count > self._max_recoveries(journal):
+            number = 1 + sum(1 for wait in journal.fold.waits.values() if wait.on == ON_POISONED)
+            waits = [Wait(f"poisoned#{number}", ON_POISONED)]
+            journal.record(Kind.EXECUTION_SUSPENDED, park_fields("poisoned", waits))
+        else:
+            return False
+        journal.land(ownership=NOBODY)
+        return True
+
+    def _max_recoveries(self, journal: Journal) -> int:
+        fold = journal.fold
+        flow = self.engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
+        own = flow.max_recoveries if flow is not None else None
+        return own if own is not None else self.engine.settings().MAX_RECOVERIES
+
+    def _hand_over(self, execution_id: str, token: int, journal: Journal) -> None:
+        if not isinstance(self.loom.dispatcher, InlineDispatcher):
+            self.engine.store.release(execution_id, token)
+            return
+        fence = journal.fence
+        run_logged(
+            lambda: run_execution(self.engine, execution_id, token=token, fence=fence, journal=journal),
+            execution_id,
+        )
+
+
+def progress(events: tuple[Event, ...]) -> int:
+    """The sequence of the newest event that is progress of the body."""
+    return max((event.sequence for event in events if event.kind not in _NO_PROGRESS), default=1)
+
+
+def recover_one(loom: Host, execution_id: str) -> Summary:
+    """Take one execution over from its holder, whatever its lease says: an operator's judgement."""
+    lease = loom.engine.store.held(execution_id)
+    found = [] if lease is None else [lease]
+    run = _Pass(loom, fenced=True)
+    run.all(found, None, forced=True)
+    return run.summary()
+
+
+class RecoveryService:
+    """A recovery pass now and then, inside a loop."""
+
+    name = "recovery"
+
+    def __init__(self, loom: Host, *, limit: int = 50, clock: Callable[[], float] = time.monotonic) -> None:
+        self.loom = loom
+        self.limit = limit
+        self.clock = clock
+        self.next_at = 0.0
+        self.recovered = 0
+
+    def tick(self) -> bool:
+        """Run a pass if it is time; True if there may be more to recover at once."""
+        if self.clock() < self.next_at:
+            return False
+        engine = self.loom.engine
+        summary = recover_abandoned(self.loom, leases=engine.store, limit=self.limit)
+        self.recovered += summary.recovered
+        more = summary.candidates >= self.limit and summary.recovered > 0
+        # A quarter of the lease, so that a dead holder is noticed soon after its lease ended; with jitter.
+        self.next_at = 0.0 if more else self.clock() + engine.settings().LEASE_TTL / 4 * (0.75 + engine.draw() / 2)
+        return more
+
+

@@ -1,0 +1,116 @@
+"""The wakes that are owed: due rows are taken, judged against the log, and answered in one append each.
+
+A row goes only when its wait is no longer pending. A row that cannot be served now is put off, so that it
+neither vanishes nor stands in the way of others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from loom_django.engine import answers
+from loom_django.engine.core import Engine
+from loom_django.engine.journal import LOST
+from loom_django.engine.outside import Appended
+from loom_django.errors import FlowCodeMismatchError, RedriveExhaustedError, StoreUnavailableError
+from loom_django.kernel.backoff import redrive_delay
+from loom_django.services.dispatch import Dispatcher, Ticket, hand_on
+from loom_django.stores.base import Due, TimerRow
+
+log = logging.getLogger("loom_django.timers")
+
+BATCH: Final = 50
+
+# Seconds for which a taken row is nobody else's; a loop that died gives it back after that.
+HOLD: Final = 10.0
+
+# A row that was contended so often is reported once, and tried again only every so many seconds.
+MAX_TRIES: Final = 8
+PUT_OFF: Final = 600.0
+
+
+class TimerService:
+    """Takes due timer rows and wakes what waits for them."""
+
+    name = "timers"
+
+    def __init__(self, engine: Engine, dispatcher: Callable[[], Dispatcher], *, limit: int = BATCH) -> None:
+        self.engine = engine
+        self.dispatcher = dispatcher
+        self.limit = limit
+        self.fired = 0
+
+    def tick(self) -> bool:
+        """Serve one batch of due rows; True if there may be more.
+
+        Raises:
+            StoreUnavailableError: the database stayed away; the rows are due again after their hold.
+        """
+        dues = self.engine.store.claim_due(
+            limit=self.limit, hold=HOLD, known=self.engine.known(), redrive=True
+        )
+        for due in dues:
+            self._serve(due)
+        return len(dues) >= self.limit
+
+    def _serve(self, due: Due) -> None:
+        row = due.row
+        try:
+            self._fire(due)
+        except StoreUnavailableError:
+            raise
+        except FlowCodeMismatchError as exc:
+            self._put_off(row, PUT_OFF, exc)
+        except LOST as exc:
+            self._contended(row, exc)
+        except Exception as exc:
+            if self.engine.store.is_connection_lost(exc):
+                raise
+            self._put_off(row, PUT_OFF, exc)
+
+    def _fire(self, due: Due) -> None:
+        row, store = due.row, self.engine.store
+        if not due.flow_id:
+            store.retire(row.execution_id, row.wake_at, claimed=row)
+            return
+        if row.deadline:
+            answers.expire(self.engine, row.execution_id)
+            store.retire(row.execution_id, row.wake_at, claimed=row)
+            return
+        woken = self._wake(lambda ticket: answers.fire_timer(
+            self.engine, row.execution_id, row.wake_at, ticket.ownership
+        ))
+        if row.redrive is not None and not woken:
+            self._wake(lambda ticket: answers.deliver_message(self.engine, row.execution_id, ticket.ownership))
+        if row.redrive is not None or not woken:
+            # Its wait is not pending any more, or the message it stands for has been looked at.
+            store.retire(row.execution_id, row.wake_at, claimed=row)
+
+    def _wake(self, answer: Callable[[Ticket], Appended]) -> bool:
+        dispatcher = self.dispatcher()
+        ticket = dispatcher.ticket()
+        appended = answer(ticket)
+        if appended.events:
+            self.fired += 1
+            hand_on(self.engine, dispatcher, appended, ticket)
+        return bool(appended.events)
+
+    def _contended(self, row: TimerRow, exc: Exception) -> None:
+        tries = row.tries + 1
+        if tries < MAX_TRIES:
+            delay = redrive_delay(row.tries, self.engine.draw())
+            self.engine.store.put_off(row, delay=delay, tries=tries)
+            return
+        self._put_off(row, PUT_OFF, RedriveExhaustedError(row.execution_id, tries), report=tries == MAX_TRIES)
+
+    def _put_off(self, row: TimerRow, delay: float, exc: Exception, *, report: bool | None = None) -> None:
+        self.engine.store.put_off(row, delay=delay, tries=row.tries + 1)
+        if report if report is not None else row.tries == 0:
+            log.error(
+                "a wake is put off: %s",
+                exc,
+                exc_info=exc,
+                extra={"execution_id": row.execution_id, "wake_at": row.wake_at.isoformat()},
+            )
