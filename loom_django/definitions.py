@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
 
@@ -346,7 +347,7 @@ class Flow(Generic[P, R_co]):
     def unbind(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The recorded input as arguments. A parameter that is new since then takes its default."""
         known = {name: value for name, value in given.items() if name in self.signature.parameters}
-        bound = inspect.BoundArguments(self.signature, known)  # type: ignore[arg-type]  # any mapping will do
+        bound = inspect.BoundArguments(self.signature, OrderedDict(known))
         bound.apply_defaults()
         return bound.args, bound.kwargs
 
@@ -375,7 +376,8 @@ def _check_flow(flow_: Flow[..., Any]) -> None:
     def refuse(problem: str) -> NoReturn:
         raise DefinitionError(flow_.id, problem)
 
-    if isinstance(flow_.version, bool) or not isinstance(flow_.version, int) or flow_.version < 1:
+    version: object = flow_.version
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         refuse(f"has version {flow_.version!r}; a version is an int of 1 or more")
     if inspect.isgeneratorfunction(flow_.func) or inspect.isasyncgenfunction(flow_.func):
         refuse("is a generator; a flow is a plain or async function")

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from asgiref.sync import sync_to_async
 
 from loom_django import conf, definitions
-from loom_django.definitions import Flow, Options, registry
+from loom_django.definitions import Flow, registry
 from loom_django.engine import answers
 from loom_django.engine.answers import MISSING, Resolution
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.outside import Appended
+from loom_django.engine.run import in_body
 from loom_django.engine.start import Started, start
 from loom_django.errors import (
     ContextMisuseError,
@@ -136,8 +137,10 @@ class Handle(Generic[R]):
         return await sync_to_async(self._outcome)()
 
     def _check_may_wait(self) -> None:
-        if self._loom.in_body():
-            raise ContextMisuseError("handle.result() in a flow's body would hold its thread: use ctx.await_child")
+        if in_body():
+            raise ContextMisuseError(
+                "handle.result() in a flow's body would hold its thread: use ctx.await_child"
+            )
         if self._loom.store.in_transaction():
             raise OpenTransactionError(
                 "handle.result() inside atomic()",
@@ -219,10 +222,6 @@ class Loom:
     def dispatcher(self, dispatcher: Dispatcher | None) -> None:
         self._dispatcher = dispatcher
 
-    def in_body(self) -> bool:
-        """True in a thread that is running a flow's body inline."""
-        return getattr(getattr(self.dispatcher, "_local", None), "queue", None) is not None
-
     # Starting.
 
     def start(
@@ -242,13 +241,12 @@ class Loom:
         Raises:
             FlowNotFoundError: no such flow, or no such version, is registered.
         """
-        if isinstance(flow_id, Flow):
-            flow = flow_id
-        else:
-            flow = registry.current(flow_id, version)
+        flow = flow_id if isinstance(flow_id, Flow) else registry.current(flow_id, version)
         return self.start_flow(flow.using(**options) if options else flow, tuple(args), dict(kwargs or {}))
 
-    def start_flow(self, flow: Flow[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Handle[Any]:
+    def start_flow(
+        self, flow: Flow[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Handle[Any]:
         given = flow.bind_input(args, kwargs)
         ticket = self.dispatcher.ticket()
         started = start(self.engine, flow, given, flow.options, ticket.ownership)
@@ -352,7 +350,12 @@ class Loom:
         """
         ticket = self.dispatcher.ticket()
         appended = answers.open_gate(
-            self.engine, execution_id, ON_ERROR, principal=principal, reason=reason, ownership=ticket.ownership
+            self.engine,
+            execution_id,
+            ON_ERROR,
+            principal=principal,
+            reason=reason,
+            ownership=ticket.ownership,
         )
         return self._handed_on(appended, ticket)
 
@@ -430,7 +433,13 @@ class Loom:
         return fold(events)
 
     def history(
-        self, execution_id: str, /, *, kinds: Iterable[str] | None = None, after: int = 0, limit: int | None = None
+        self,
+        execution_id: str,
+        /,
+        *,
+        kinds: Iterable[str] | None = None,
+        after: int = 0,
+        limit: int | None = None,
     ) -> list[Event]:
         """Events of the log in order, from ``after + 1``; all of them unless ``limit`` is given.
 

@@ -128,7 +128,7 @@ def _encoded(engine: Engine, value: Any, path: str) -> Encoded:
 
 def _pending_wait(fold: Fold, event_type: str, correlation_key: str | None) -> Wait:
     """The one pending wait that an answer means, or the refusal that says why there is none."""
-    if not fold.status == Status.SUSPENDED:
+    if fold.status != Status.SUSPENDED:
         reason: Literal["terminal", "not-suspended"] = (
             "terminal" if fold.status in TERMINAL_STATUSES else "not-suspended"
         )
@@ -155,9 +155,12 @@ def _pending_wait(fold: Fold, event_type: str, correlation_key: str | None) -> W
 
 def _waits_for(fold: Fold, event_type: str) -> str:
     waits = [
-        f"{wait.on} ({wait.correlation_key})" if wait.correlation_key else wait.on for wait in fold.pending_waits()
+        f"{wait.on} ({wait.correlation_key})" if wait.correlation_key else wait.on
+        for wait in fold.pending_waits()
     ]
-    advice = " Use the verdict form or loom.resolve." if ON_VERDICT in {w.on for w in fold.pending_waits()} else ""
+    advice = (
+        " Use the verdict form or loom.resolve." if ON_VERDICT in {w.on for w in fold.pending_waits()} else ""
+    )
     return f"it is not waiting for {event_type!r}: it waits for {', '.join(waits)}.{advice}"
 
 
@@ -208,7 +211,9 @@ def _verdict(step_id: str, resolution: str, output: Any, error: Any) -> dict[str
     if resolution not in RESOLUTIONS:
         raise InvalidInputError(f"{resolution!r} is no verdict; the verdicts are {', '.join(RESOLUTIONS)}")
     if resolution == "completed-with-result" and output is MISSING:
-        raise InvalidInputError("completed-with-result needs output=: the result that the step is to have (None will do)")
+        raise InvalidInputError(
+            "completed-with-result needs output=: the result that the step is to have (None will do)"
+        )
     if resolution != "completed-with-result" and output is not MISSING:
         raise InvalidInputError(f"output= does not go with {resolution}")
     if resolution != "fail" and error is not MISSING:
@@ -261,7 +266,9 @@ def _refuse_verdict(fold: Fold, step_id: str) -> NoReturn:
     else:
         reason = "no-such-wait" if fold.status == Status.SUSPENDED else "not-suspended"
     if last is None:
-        raise VerdictRefusedError(fold.execution_id, reason, step_id, detail=f"step {step_id!r} is not in doubt")
+        raise VerdictRefusedError(
+            fold.execution_id, reason, step_id, detail=f"step {step_id!r} is not in doubt"
+        )
     raise VerdictRefusedError(
         fold.execution_id,
         reason,
@@ -362,7 +369,9 @@ def deliver_message(engine: Engine, execution_id: str, ownership: Ownership) -> 
                 if message.number in fold.messages:
                     continue
                 check_code(engine, fold)
-                fields = message_fields(wait.id, message.name, message.number, message.message_id, message.body)
+                fields = message_fields(
+                    wait.id, message.name, message.number, message.message_id, message.body
+                )
                 journal.record(Kind.MESSAGE_CONSUMED, fields)
                 journal.record(Kind.EXECUTION_RESUMED, {"wait": wait.id, "event": MESSAGE_EVENT})
                 return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
@@ -407,7 +416,12 @@ def expire(engine: Engine, execution_id: str) -> Appended:
         if fold.status in TERMINAL_STATUSES:
             return None
         doubt.record_doubts(journal, doubt.open_doubts(fold), doubt.EXPIRED)
-        error = {"type": DEADLINE_ERROR, "bases": [], "message": "the execution's deadline has passed", "traceback": ""}
+        error = {
+            "type": DEADLINE_ERROR,
+            "bases": [],
+            "message": "the execution's deadline has passed",
+            "traceback": "",
+        }
         journal.record(Kind.EXECUTION_FAILED, {"error": error})
         return Landing(NOBODY, timers_off=None)
 

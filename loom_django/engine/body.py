@@ -36,7 +36,7 @@ from loom_django.errors import (
     UndeclaredStepError,
     WaitTimedOut,
 )
-from loom_django.kernel import codec
+from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import KERNEL_KINDS, Encoded, Kind
 from loom_django.kernel.state import (
@@ -123,6 +123,10 @@ class Body:
             self.sealed = Unwind(why, cause)
         return self.sealed
 
+    def lose(self) -> None:
+        """The lease is another's: stop at the next call."""
+        self.seal(Why.LOST)
+
     # Writing.
 
     def land(self, **what: Any) -> None:
@@ -190,12 +194,13 @@ class Body:
 
     def suspend(self, on: str, correlation_key: str | None, timeout: Duration | None) -> Steps[Any]:
         self.enter("suspend")
-        if not isinstance(on, str) or not on or is_reserved(on):
+        self._checked(lambda: keys.check_id(on, "name of a wait"))
+        if is_reserved(on):
             self.refuse(
-                InvalidInputError(
-                    f"a flow cannot wait on {on!r}: give a name of your own that is not reserved"
-                )
+                InvalidInputError(f"a flow cannot wait on {on!r}: that name is reserved, take another")
             )
+        if correlation_key is not None:
+            self._checked(lambda: keys.check_id(correlation_key, "correlation key"))
         wait_id = f"wait:{on}#{self.count(f'wait:{on}')}"
         wait = self._find_wait(wait_id)
         if wait is None or wait.pending:
@@ -211,7 +216,7 @@ class Body:
 
     def sleep_until(self, when: datetime) -> Steps[None]:
         self.enter("sleep_until")
-        if not isinstance(when, datetime) or when.utcoffset() is None:
+        if not is_aware(when):
             self.refuse(
                 InvalidInputError(f"sleep_until takes an aware datetime, not {when!r}: give it a time zone")
             )
@@ -229,8 +234,7 @@ class Body:
 
     def receive(self, name: str, timeout: Duration | None) -> Steps[Any]:
         self.enter("receive")
-        if not isinstance(name, str) or not 1 <= len(name) <= 255:
-            self.refuse(InvalidInputError(f"a message's name is text of 1 to 255 characters, not {name!r}"))
+        self._checked(lambda: keys.check_id(name, "name of a message"))
         wait_id = f"message:{name}#{self.count(f'message:{name}')}"
         wait = self._find_wait(wait_id)
         if wait is not None and not wait.pending:
@@ -277,7 +281,8 @@ class Body:
 
     def emit(self, kind: str, payload: Any) -> None:
         self.enter("emit")
-        if not isinstance(kind, str) or not 1 <= len(kind) <= 255 or kind in KERNEL_KINDS:
+        self._checked(lambda: keys.check_id(kind, "kind of an event"))
+        if kind in KERNEL_KINDS:
             self.refuse(
                 InvalidInputError(f"{kind!r} cannot be emitted: give a name that is no kind of the kernel")
             )
@@ -321,7 +326,7 @@ class Body:
     def _timeout_at(self, timeout: Duration | None) -> int | None:
         if timeout is None:
             return None
-        length = self._checked(lambda: seconds(timeout, "timeout"))
+        length: float = self._checked(lambda: seconds(timeout, "timeout"))
         return self.journal.stamp() + round(length * 1_000_000)
 
     def _park(self, wait: Wait, *, wakes: int | None = None) -> Steps[None]:
@@ -404,10 +409,9 @@ def metered(resource: str, amount: Any) -> dict[str, Any]:
     """The payload of RESOURCE_METERED.
 
     Raises:
-        InvalidInputError: the resource is no name, or the amount no finite number of 0 or more.
+        InvalidIdError: the resource is no name. InvalidInputError: no finite amount of 0 or more.
     """
-    if not isinstance(resource, str) or not 1 <= len(resource) <= 255:
-        raise InvalidInputError(f"a metered resource is text of 1 to 255 characters, not {resource!r}")
+    keys.check_id(resource, "metered resource")
     if isinstance(amount, bool) or not isinstance(amount, int | float | Decimal):
         raise InvalidInputError(f"a metered amount is an int, float or Decimal, not {amount!r}")
     exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
@@ -416,10 +420,13 @@ def metered(resource: str, amount: Any) -> dict[str, Any]:
     return {"resource": resource, "amount": Encoded(codec.dumps(exact))}
 
 
+def is_aware(when: object) -> bool:
+    return isinstance(when, datetime) and when.utcoffset() is not None
+
+
 def source_line() -> str:
     """Where the flow made the call: the nearest frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-

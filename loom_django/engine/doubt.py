@@ -51,9 +51,7 @@ def doubt_waits(frames: list[Frame]) -> list[Wait]:
     return [Wait(doubt_wait_id(frame), ON_VERDICT, frame.step_id) for frame in frames]
 
 
-def park_fields(
-    reason: str, waits: list[Wait], error: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def park_fields(reason: str, waits: list[Wait], error: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The payload of EXECUTION_SUSPENDED."""
     items = [
         {"id": wait.id, "on": wait.on, "key": wait.correlation_key, "wake_at": wait.wake_at} for wait in waits

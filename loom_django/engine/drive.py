@@ -224,7 +224,8 @@ class AsyncDriver(Driver):
             self._wake = loop.create_future()
             if self._asked:
                 self._wake.set_result(None)
-            loop.run_until_complete(asyncio.wait({body, self._wake}, return_when=asyncio.FIRST_COMPLETED))
+            either: set[asyncio.Future[Any]] = {body, self._wake}
+            loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
             asked, self._asked = self._asked, []
             for call, future in asked:
                 self._answer(call, future)

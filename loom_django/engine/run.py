@@ -38,9 +38,16 @@ from loom_django.stores.base import NOBODY
 
 log = logging.getLogger("loom_django.run")
 
+_current = threading.local()
+
+
+def in_body() -> bool:
+    """True in a thread that is running a flow's body, tools included."""
+    return getattr(_current, "depth", 0) > 0
+
+
 # How long refused code is left alone before it is looked at again, in seconds.
 REFUSED_DELAY = 600.0
-
 
 
 class Ended(enum.Enum):
@@ -87,12 +94,14 @@ def run_execution(
         return Ended.REFUSED
     driver = _driver(engine, flow, stop)
     body = Body(engine, journal, flow, driver)
-    engine.keeper.hold(execution_id, token, lambda: body.seal(Why.LOST) and None)
+    engine.keeper.hold(execution_id, token, body.lose)
+    _current.depth = getattr(_current, "depth", 0) + 1
     try:
         if on_start is not None:
             on_start(body)
         return _ended(body, token, *_run(body))
     finally:
+        _current.depth -= 1
         engine.keeper.drop(execution_id)
 
 

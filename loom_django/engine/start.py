@@ -54,7 +54,8 @@ def start(
     """
     if flow.pinned:
         raise InvalidInputError(
-            f"version {flow.version} is pinned: it serves the executions it has and starts no new ones", flow.id
+            f"version {flow.version} is pinned: it serves the executions it has and starts no new ones",
+            flow.id,
         )
     execution_id = options.execution_id or str(uuid.uuid4())
     for _ in range(ATTEMPTS):
@@ -145,7 +146,9 @@ def _attributes(attributes: Mapping[str, Any], limit: int) -> str:
     if len(text) > limit:
         raise InvalidInputError(f"attributes= has {len(text)} bytes, {limit} are allowed")
     if "\\u0000" in text or "\\ud8" in text:
-        raise InvalidInputError("attributes= must be text that every database takes: no NUL, no lone surrogates")
+        raise InvalidInputError(
+            "attributes= must be text that every database takes: no NUL, no lone surrogates"
+        )
     return text
 
 

@@ -57,7 +57,10 @@ class _WithIds(logging.Formatter):
 def add_format(parser: argparse.ArgumentParser, *choices: str) -> None:
     """Add ``--format`` for commands whose output a machine may read."""
     parser.add_argument(
-        "--format", choices=choices or ("text", "json"), default="text", help="How to print (default: %(default)s)."
+        "--format",
+        choices=choices or ("text", "json"),
+        default="text",
+        help="How to print (default: %(default)s).",
     )
 
 

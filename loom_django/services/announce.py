@@ -30,7 +30,9 @@ def _suspended(data: Mapping[str, Any]) -> list[_Sent]:
 
 def _resumed(data: Mapping[str, Any]) -> list[_Sent]:
     principal = data.get("principal")
-    sent: list[_Sent] = [(signals.execution_resumed, {"event_type": data.get("event"), "principal": principal})]
+    sent: list[_Sent] = [
+        (signals.execution_resumed, {"event_type": data.get("event"), "principal": principal})
+    ]
     if data.get("event") == ON_VERDICT:
         verdict = codec.decode(data["payload"])
         about = {

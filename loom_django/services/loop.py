@@ -97,8 +97,8 @@ class Loop:
         self.after_turn()
         return any(more)
 
-    def run(self) -> None:
-        """Turn until stopped."""
+    def run(self) -> bool:
+        """Turn until stopped; True, for a stop is no failure."""
         while not self.stop.is_set():
             if self.turn():
                 continue
@@ -106,6 +106,7 @@ class Loop:
             # Full intervals from many processes would march in step.
             self.wake.wait(self.interval() * (0.75 + self.draw() / 2))
             self.wake.clear()
+        return True
 
     def run_once(self, *, busy: Callable[[], bool] = lambda: False) -> bool:
         """Turn until there is nothing more to do; False if a service failed."""

@@ -11,7 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Final, Protocol
 
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
@@ -110,7 +111,7 @@ class _Pass:
             self.scanned += 1
             if is_abandoned is None or is_abandoned(lease):
                 self.candidates += 1
-                self._guarded(lease.execution_id, lambda lease=lease: self._lease(lease, forced))
+                self._guarded(lease.execution_id, partial(self._lease, lease, forced))
 
     def stale(self, found: Iterable[Lease]) -> None:
         """What has been ready too long. A worker's queue is served by its workers; inline, nobody else comes."""
@@ -119,7 +120,7 @@ class _Pass:
         for lease in found:
             self.scanned += 1
             self.candidates += 1
-            self._guarded(lease.execution_id, lambda lease=lease: self._ready(lease.execution_id))
+            self._guarded(lease.execution_id, partial(self._ready, lease.execution_id))
 
     def _guarded(self, execution_id: str, recover: Callable[[], bool]) -> None:
         try:
@@ -130,7 +131,10 @@ class _Pass:
                 raise
             self.failures.append((execution_id, str(exc) or type(exc).__name__))
             log.error(
-                "an execution could not be recovered: %s", exc, exc_info=exc, extra={"execution_id": execution_id}
+                "an execution could not be recovered: %s",
+                exc,
+                exc_info=exc,
+                extra={"execution_id": execution_id},
             )
 
     def _lease(self, lease: Lease, forced: bool) -> bool:
@@ -242,7 +246,7 @@ class RecoveryService:
         self.recovered += summary.recovered
         more = summary.candidates >= self.limit and summary.recovered > 0
         # A quarter of the lease, so that a dead holder is noticed soon after its lease ended; with jitter.
-        self.next_at = 0.0 if more else self.clock() + engine.settings().LEASE_TTL / 4 * (0.75 + engine.draw() / 2)
+        self.next_at = (
+            0.0 if more else self.clock() + engine.settings().LEASE_TTL / 4 * (0.75 + engine.draw() / 2)
+        )
         return more
-
-

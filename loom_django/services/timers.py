@@ -79,11 +79,13 @@ class TimerService:
             answers.expire(self.engine, row.execution_id)
             store.retire(row.execution_id, row.wake_at, claimed=row)
             return
-        woken = self._wake(lambda ticket: answers.fire_timer(
-            self.engine, row.execution_id, row.wake_at, ticket.ownership
-        ))
+        woken = self._wake(
+            lambda ticket: answers.fire_timer(self.engine, row.execution_id, row.wake_at, ticket.ownership)
+        )
         if row.redrive is not None and not woken:
-            self._wake(lambda ticket: answers.deliver_message(self.engine, row.execution_id, ticket.ownership))
+            self._wake(
+                lambda ticket: answers.deliver_message(self.engine, row.execution_id, ticket.ownership)
+            )
         if row.redrive is not None or not woken:
             # Its wait is not pending any more, or the message it stands for has been looked at.
             store.retire(row.execution_id, row.wake_at, claimed=row)

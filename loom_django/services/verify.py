@@ -27,9 +27,11 @@ class Problem:
     repairable: bool = False
 
 
-def verify(engine: Engine, alias: str, *, execution_id: str | None = None, repair: bool = False) -> Iterator[Problem]:
+def verify(
+    engine: Engine, alias: str, *, execution_id: str | None = None, repair: bool = False
+) -> Iterator[Problem]:
     """Fold logs and yield every disagreement; with ``repair``, rewrite the rows that can be."""
-    rows = models.QuerySet(Execution).using(alias).order_by("pk")
+    rows: models.QuerySet[Any] = models.QuerySet(Execution).using(alias).order_by("pk")
     if execution_id is not None:
         rows = rows.filter(pk=execution_id)
     for row in rows.iterator(chunk_size=200):
@@ -72,4 +74,6 @@ def _waits(engine: Engine, state: ExecutionState) -> Iterator[Problem]:
     there = {row.wake_at for row in engine.store.timers(state.execution_id)}
     for wake_at in sorted(owed):
         if from_micros(wake_at) not in there:
-            yield Problem(state.execution_id, f"no timer row for its wake at {from_micros(wake_at).isoformat()}")
+            yield Problem(
+                state.execution_id, f"no timer row for its wake at {from_micros(wake_at).isoformat()}"
+            )

@@ -46,4 +46,6 @@ class Command(BaseCommand):
         for name, count in counted["ownership"].items():
             self.stdout.write(f"{LABELS[name]:<42}{count:>10}")
         for row in counted.get("by_version", ()):
-            self.stdout.write(f"{row['flow_id']} version {row['version']} {row['status']:<12}{row['count']:>8}")
+            self.stdout.write(
+                f"{row['flow_id']} version {row['version']} {row['status']:<12}{row['count']:>8}"
+            )

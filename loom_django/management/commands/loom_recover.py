@@ -28,8 +28,12 @@ class Command(BaseCommand):
             type=positive_float,
             help="Only leases that ended at least so many seconds ago.",
         )
-        parser.add_argument("--limit", type=positive_int, default=50, help="At most so many (default: %(default)s).")
-        parser.add_argument("--dry-run", action="store_true", help="Say what would be recovered; change nothing.")
+        parser.add_argument(
+            "--limit", type=positive_int, default=50, help="At most so many (default: %(default)s)."
+        )
+        parser.add_argument(
+            "--dry-run", action="store_true", help="Say what would be recovered; change nothing."
+        )
         add_format(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -62,7 +66,9 @@ class Command(BaseCommand):
         judge = self._judge(options["stale_after"]) or (lambda lease: True)
         found: list[Lease] = [lease for lease in loom.store.expired(limit=options["limit"]) if judge(lease)]
         if options["format"] == "json":
-            items = [{"execution_id": lease.execution_id, "until": lease.until.isoformat()} for lease in found]
+            items = [
+                {"execution_id": lease.execution_id, "until": lease.until.isoformat()} for lease in found
+            ]
             self.stdout.write(json.dumps({"candidates": items}))
             return
         for lease in found:

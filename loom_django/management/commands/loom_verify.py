@@ -28,9 +28,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = conf.get_settings().DATABASE
-        found = list(
-            verify(loom.engine, alias, execution_id=options["execution"], repair=options["repair"])
-        )
+        found = list(verify(loom.engine, alias, execution_id=options["execution"], repair=options["repair"]))
         if options["format"] == "json":
             self.stdout.write(json.dumps({"problems": [asdict(problem) for problem in found]}))
         else:

@@ -66,11 +66,11 @@ class Command(BaseCommand):
         worker.on_free = loop.wake.set
         undo = stop_on_signals(lambda: self._request_stop(worker, loop))
         try:
-            fine = loop.run_once(busy=lambda: worker.running > 0) if options["once"] else loop.run() or True
+            fine = loop.run_once(busy=lambda: worker.running > 0) if options["once"] else loop.run()
             drained = worker.drain(options["grace"])
         finally:
             undo()
-        self._end(worker, drained=drained, fine=bool(fine))
+        self._end(worker, drained=drained, fine=fine)
 
     def _worker(self, options: dict[str, Any]) -> WorkerService:
         queues = [name.strip() for name in (options["queues"] or "").split(",") if name.strip()]
