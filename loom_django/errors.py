@@ -19,11 +19,21 @@ RefusalReason = Literal[
     "not-suspended", "no-such-wait", "ambiguous-wait", "stale-park", "reserved-wait", "terminal"
 ]
 MAX_LISTED = 20
+MAX_SHOWN = 80
 
 
 def class_name(cls: type) -> str:
     """The name by which classes are recorded, failures matched and types registered."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def shown(value: object) -> str:
+    """The value as messages show it, in few characters and whatever its own repr does."""
+    try:
+        text = repr(value)
+    except Exception:  # Python itself refuses to write an int of many digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
 def _rebuild(cls: type[LoomError], args: tuple[Any, ...], state: dict[str, Any]) -> LoomError:
@@ -151,10 +161,10 @@ class ScheduleDefinitionError(DefinitionError):
     code = "schedule-definition"
 
     def __init__(self, schedule_id: str, field: str, value: object, problem: str = "is not valid") -> None:
-        super().__init__(None, f'schedule "{schedule_id}": {field}={value!r} {problem}')
+        super().__init__(None, f'schedule "{schedule_id}": {field}={shown(value)} {problem}')
         self.schedule_id = schedule_id
         self.field = field
-        self.value = repr(value)
+        self.value = shown(value)
 
 
 # Input.
@@ -217,8 +227,7 @@ class InvalidIdError(LoomError):
     def __init__(
         self, value: object, what: str = "id", rule: str = "must be text of 1 to 255 printable characters"
     ) -> None:
-        shown = repr(value)
-        self.value = shown if len(shown) <= 80 else shown[:80] + "…"
+        self.value = shown(value)
         self.what = what
         self.rule = rule
         super().__init__(f"{what} {self.value} {rule}.")

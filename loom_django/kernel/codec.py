@@ -12,9 +12,11 @@ with exactly one key that begins with "$", its tag:
     {"$tuple": […]}
     {"$set": […]}  {"$frozenset": […]}   members in the order of their encoded text
     {"$map": [[key, value], …]}          a dict with other keys, or one that looks like a tag itself
-    {"$datetime": "…"}  {"$time": "…"}   ISO 8601: without a zone, or at a fixed offset
-    {"$datetime": ["…", zone, fold]}     zone: the key of a time zone, else null; $time likewise
-    {"$datetime": ["…", null, fold, n]}  n: the name that a fixed offset was given; $time likewise
+    {"$datetime": "…"}                   ISO 8601, without a zone or in UTC
+    {"$datetime": ["…", fold]}           ISO 8601 without a zone
+    {"$datetime": ["…", fold, key]}      the same in the time zone of that key
+    {"$datetime": ["…", fold, offset]}   the same at a fixed offset, a $timedelta; its name, if any, follows
+    {"$time": …}                         like $datetime
     {"$date": "…"}                       ISO 8601
     {"$timedelta": [days, seconds, microseconds]}
     {"$decimal": "…"}  {"$uuid": "…"}
@@ -33,7 +35,7 @@ import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from enum import Enum, Flag
 from typing import Any, TypeVar, overload
@@ -41,11 +43,13 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 from loom_django.errors import (
+    MAX_SHOWN,
     DefinitionError,
     PayloadTooLargeError,
     UnencodableValueError,
     UnreadableValueError,
     class_name,
+    shown,
 )
 from loom_django.kernel.advice import instead_of, type_name
 
@@ -55,7 +59,6 @@ Tree = Any
 MAX_DEPTH = 200
 _INT64 = 2**63
 _UNSAFE_TEXT = re.compile("[\0\ud800-\udfff]").search
-_NO_ZONE = "Its zone has no key: use datetime.timezone or zoneinfo.ZoneInfo(key)."
 _UNSET = object()
 _JSON = json.JSONEncoder(ensure_ascii=True, allow_nan=False, check_circular=False, separators=(",", ":"))
 _SORTED_JSON = json.JSONEncoder(
@@ -285,24 +288,25 @@ def _write_set(value: set[Any] | frozenset[Any], depth: int) -> Tree:
 
 def _write_zoned(value: datetime | time, depth: int) -> Tree:
     tag = "$datetime" if type(value) is datetime else "$time"
-    zone = value.tzinfo
-    if type(zone) is ZoneInfo:
-        if zone.key is None:
-            raise _Refused(_NO_ZONE)
-        return {tag: [value.replace(tzinfo=None).isoformat(), zone.key, value.fold]}
-    if zone is not None and type(zone) is not timezone:
-        raise _Refused(_NO_ZONE)
-    name = _given_name(zone)
-    if name is not None:
-        return {tag: [value.isoformat(), None, value.fold, _encode(name, depth)]}
-    return {tag: [value.isoformat(), None, value.fold] if value.fold else value.isoformat()}
+    if not value.fold and (value.tzinfo is None or value.tzinfo is UTC):
+        return {tag: value.isoformat()}
+    return {tag: [value.replace(tzinfo=None).isoformat(), value.fold, *_zone_parts(value.tzinfo)]}
 
 
-def _given_name(zone: timezone | None) -> str | None:
+def _zone_parts(zone: tzinfo | None) -> list[Tree]:
     if zone is None:
-        return None
-    name = zone.tzname(None)
-    return None if name == timezone(zone.utcoffset(None)).tzname(None) else name
+        return []
+    if type(zone) is ZoneInfo and zone.key is not None:
+        return [zone.key]
+    if type(zone) is not timezone:
+        raise _Refused("Its zone has no key: use datetime.timezone or zoneinfo.ZoneInfo(key).")
+    offset, name = zone.utcoffset(None), zone.tzname(None)
+    written = _write_timedelta(offset, 0)
+    return [written] if name == timezone(offset).tzname(None) else [written, _write_str(name)]
+
+
+def _write_timedelta(value: timedelta, depth: int) -> Tree:
+    return {"$timedelta": [value.days, value.seconds, value.microseconds]}
 
 
 def _write_decimal(value: Decimal, depth: int) -> Tree:
@@ -337,7 +341,7 @@ _WRITERS: dict[type, Callable[[Any, int], Tree]] = {
     time: _write_zoned,
     Decimal: _write_decimal,
     date: lambda value, depth: {"$date": value.isoformat()},
-    timedelta: lambda value, depth: {"$timedelta": [value.days, value.seconds, value.microseconds]},
+    timedelta: _write_timedelta,
     UUID: lambda value, depth: {"$uuid": str(value)},
     bytes: lambda value, depth: {"$bytes": b64encode(value).decode("ascii")},
 }
@@ -400,8 +404,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(key: Any) -> str:
-    text = json.dumps(key) if type(key) is str else repr(key)
-    return text if len(text) <= 80 else text[:80] + "…"
+    return shown(key) if type(key) is not str or len(key) > MAX_SHOWN else json.dumps(key)
 
 
 # Reading.
@@ -444,12 +447,13 @@ def _read_time(content: Any) -> time:
 M = TypeVar("M", datetime, time)
 
 
-def _in_zone(parse: Callable[[str], M], text: str, key: str | None, fold: int, name: str | None = None) -> M:
+def _in_zone(
+    parse: Callable[[str], M], text: str, fold: int, zone: str | timedelta | None = None, *name: str
+) -> M:
     moment = parse(text).replace(fold=fold)
-    if key is not None:
-        return moment.replace(tzinfo=ZoneInfo(key))
-    offset = moment.utcoffset()
-    return moment if name is None or offset is None else moment.replace(tzinfo=timezone(offset, name))
+    if zone is None:
+        return moment
+    return moment.replace(tzinfo=ZoneInfo(zone) if isinstance(zone, str) else timezone(zone, *name))
 
 
 def _registered(name: str, tag: str) -> Any:
