@@ -1,1 +1,374 @@
-"""System checks."""
+"""What is wrong with a project's settings and declarations is said by ``manage.py check``, with what to type.
+
+Every check carries the tag "loom" and a stable id that is never used again for something else. None of them
+queries a database. Ids of errors begin with E; the others are warnings, of which some come with ``--deploy`` only.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import types
+import typing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, Final
+
+from django.conf import settings
+from django.core import checks
+from django.core.checks import CheckMessage
+from django.core.files.base import File
+from django.db import connections, router
+from django.db.models import Manager, Model, QuerySet
+from django.http import HttpRequest, HttpResponseBase
+from django.utils.connection import ConnectionDoesNotExist
+from django.utils.module_loading import import_string
+
+from loom_django import conf
+from loom_django.definitions import Flow, Tool, registry
+from loom_django.kernel import codec
+from loom_django.kernel.advice import instead_of, type_name
+
+TAG: Final = "loom"
+
+# Classes whose instances can never be recorded, and none of which a project could register.
+_NEVER: Final = (
+    Model,
+    Manager,
+    QuerySet,
+    HttpRequest,
+    HttpResponseBase,
+    File,
+    typing.IO,
+    io.IOBase,
+    Iterator,
+    AsyncIterator,
+    types.GeneratorType,
+)
+
+
+# The LOOM setting.
+
+
+@checks.register(TAG)
+def check_settings(**kwargs: Any) -> list[CheckMessage]:
+    """E001, E002, E003, E007, E008, E010."""
+    raw = getattr(settings, "LOOM", {})
+    if not isinstance(raw, Mapping):
+        return [
+            checks.Error(
+                f"LOOM must be a dict, not {type(raw).__name__}.",
+                hint='Write LOOM = {"DATABASE": "default"} in the settings, or leave it out.',
+                id="loom.E001",
+            )
+        ]
+    found: list[CheckMessage] = []
+    for key, value in raw.items():
+        found += _check_key(key, value)
+    return [*found, *_check_lease(found), *_check_redact(raw.get("REDACT")), *_check_time_zones()]
+
+
+def _check_key(key: Any, value: Any) -> list[CheckMessage]:
+    if key not in conf.KEYS:
+        meant = conf.suggestion(str(key))
+        hint = f'Did you mean "{meant}"?' if meant else f"The keys are {', '.join(conf.KEYS)}."
+        return [checks.Error(f"LOOM[{key!r}] is no setting of loom_django.", hint=hint, id="loom.E002")]
+    problem = conf.problem_of(key, value)
+    if problem is None:
+        return []
+    default = getattr(conf.LoomSettings(), key)
+    hint = f"Write a fitting value, or leave the key out for its default, {default!r}."
+    return [checks.Error(f"LOOM[{key!r}] {problem}.", hint=hint, id="loom.E003")]
+
+
+def _check_lease(found: list[CheckMessage]) -> list[CheckMessage]:
+    if any(message.id == "loom.E003" for message in found):  # the settings cannot be read as they are
+        return []
+    loom = conf.get_settings()
+    if loom.LEASE_TTL >= 3 * loom.LEASE_RENEW_INTERVAL:
+        return []
+    return [
+        checks.Error(
+            f'LOOM["LEASE_TTL"] ({loom.LEASE_TTL:g} s) is less than three times LOOM["LEASE_RENEW_INTERVAL"] '
+            f"({loom.LEASE_RENEW_INTERVAL:g} s): one late renewal would lose an execution that is alive.",
+            hint=f'Set "LEASE_RENEW_INTERVAL" to {loom.LEASE_TTL / 3:g} or less, or raise "LEASE_TTL".',
+            id="loom.E007",
+        )
+    ]
+
+
+def _check_redact(path: Any) -> list[CheckMessage]:
+    if not isinstance(path, str):
+        return []
+    try:
+        hook = import_string(path)
+    except Exception as exc:  # importing runs the project's own code
+        problem = f"cannot be imported: {exc}"
+    else:
+        if callable(hook):
+            return []
+        problem = "is not callable"
+    return [
+        checks.Error(
+            f'LOOM["REDACT"] = {path!r} {problem}.',
+            hint='Give the dotted path of a function (value, place) -> value, as "shop.redact.hide_cards".',
+            id="loom.E010",
+        )
+    ]
+
+
+def _check_time_zones() -> list[CheckMessage]:
+    if settings.USE_TZ:
+        return []
+    return [
+        checks.Error(
+            "USE_TZ is False: wake times would be ambiguous twice a year.",
+            hint="Set USE_TZ = True in the settings.",
+            id="loom.E008",
+        )
+    ]
+
+
+# The database.
+
+
+@checks.register(TAG)
+def check_database(**kwargs: Any) -> list[CheckMessage]:
+    """E004, E005, E006, W045."""
+    alias = _alias()
+    if alias is None:
+        return []  # said by E001 or E003
+    try:
+        connection = connections[alias]
+    except ConnectionDoesNotExist:
+        return [
+            checks.Error(
+                f'LOOM["DATABASE"] = {alias!r} is not in DATABASES.',
+                hint=f"The aliases are {', '.join(settings.DATABASES)}.",
+                id="loom.E004",
+            )
+        ]
+    return [*_check_routers(alias), *_check_engine(alias, connection)]
+
+
+def _alias() -> str | None:
+    raw = getattr(settings, "LOOM", {})
+    if not isinstance(raw, Mapping):
+        return None
+    alias = raw.get("DATABASE", conf.LoomSettings().DATABASE)
+    return alias if conf.problem_of("DATABASE", alias) is None else None
+
+
+def _check_routers(alias: str) -> list[CheckMessage]:
+    from loom_django.models import Execution
+
+    answers = {
+        "db_for_read": router.db_for_read(Execution),
+        "db_for_write": router.db_for_write(Execution),
+        "allow_migrate": alias if router.allow_migrate_model(alias, Execution) else "not this alias",
+    }
+    wrong = [f"{name} says {answer!r}" for name, answer in answers.items() if answer != alias]
+    if not wrong:
+        return []
+    return [
+        checks.Error(
+            f'LOOM["DATABASE"] is {alias!r}, but for loom\'s tables the database routers disagree: '
+            f"{'; '.join(wrong)}.",
+            hint=f'Let a router answer {alias!r} for the app label "loom", or set LOOM["DATABASE"] to its alias.',
+            id="loom.E005",
+        )
+    ]
+
+
+def _check_engine(alias: str, connection: Any) -> list[CheckMessage]:
+    engine = connection.settings_dict["ENGINE"]
+    if connection.vendor == "postgresql" and _has_psycopg3():
+        return []
+    if connection.vendor == "sqlite":
+        return _check_memory(alias, connection)
+    return [
+        checks.Error(
+            f"The database {alias!r} runs on {engine}; loom_django knows PostgreSQL (with psycopg 3) and SQLite.",
+            hint='Install psycopg 3: pip install "loom-django[postgres]".'
+            if connection.vendor == "postgresql"
+            else 'Name an alias of PostgreSQL or SQLite in LOOM["DATABASE"].',
+            id="loom.E006",
+        )
+    ]
+
+
+def _has_psycopg3() -> bool:
+    from django.db.backends.postgresql.psycopg_any import is_psycopg3
+
+    return is_psycopg3
+
+
+def _check_memory(alias: str, connection: Any) -> list[CheckMessage]:
+    if not connection.is_in_memory_db():
+        return []
+    return [
+        checks.Warning(
+            f"The database {alias!r} is SQLite in memory: a worker, a timer loop or a lease renewal has no "
+            "second connection to it.",
+            hint='Give "NAME" a file; for tests give one in "TEST": {"NAME": …}.',
+            id="loom.W045",
+        )
+    ]
+
+
+# Flows and tools.
+
+
+@checks.register(TAG)
+def check_annotations(**kwargs: Any) -> list[CheckMessage]:
+    """E020: a parameter or a result that cannot be recorded, seen before any effect happened."""
+    return [
+        _unrecordable(label, place, cls)
+        for label, owner in _declared()
+        for place, annotation in _annotations(owner)
+        for cls in _classes_in(annotation)
+        if _cannot_be_recorded(cls)
+    ]
+
+
+def _declared() -> Iterator[tuple[str, Flow[..., Any] | Tool[..., Any]]]:
+    for flow in registry.all():
+        yield f'flow "{flow.id}" version {flow.version}', flow
+    yield from ((f'tool "{tool.name}"', tool) for tool in _tools())
+
+
+def _tools() -> list[Tool[..., Any]]:
+    """Every tool that a flow lists, once."""
+    found = {tool.func: tool for flow in registry.all() for tool in flow.steps.values()}
+    return list(found.values())
+
+
+def _annotations(owner: Flow[..., Any] | Tool[..., Any]) -> Iterator[tuple[str, Any]]:
+    try:
+        hints = typing.get_type_hints(owner.func)
+    except Exception:  # names that exist for a type checker only
+        return
+    for name in owner.signature.parameters:
+        if name in hints:
+            yield f"parameter {name}", hints[name]
+    if "return" in hints:
+        yield "result", hints["return"]
+
+
+def _classes_in(annotation: Any) -> Iterator[type]:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return
+    if isinstance(origin, type) and origin is not types.UnionType:
+        yield origin
+    elif isinstance(annotation, type):
+        yield annotation
+    for argument in typing.get_args(annotation):
+        yield from _classes_in(argument)
+
+
+def _cannot_be_recorded(cls: type) -> bool:
+    if codec.recordable(cls):
+        return False
+    return is_dataclass(cls) or issubclass(cls, (Enum, *_NEVER))
+
+
+def _unrecordable(label: str, place: str, cls: type) -> CheckMessage:
+    return checks.Error(
+        f"The {place} of {label} is a {type_name(cls)}, which cannot be recorded.",
+        hint=instead_of(cls),
+        id="loom.E020",
+    )
+
+
+@checks.register(TAG)
+def check_tools(**kwargs: Any) -> list[CheckMessage]:
+    """W010, W011."""
+    return [*_each_tool(_check_in_doubt_on), *_each_tool(_check_aliases)]
+
+
+def _each_tool(check: Callable[[Tool[..., Any]], Iterable[CheckMessage]]) -> list[CheckMessage]:
+    return [message for tool in _tools() for message in check(tool)]
+
+
+def _check_in_doubt_on(tool: Tool[..., Any]) -> Iterable[CheckMessage]:
+    if tool.idempotent is False and not tool.in_doubt_on:
+        yield checks.Warning(
+            f'The tool "{tool.name}" must not run twice, and no exception of it leaves the effect in doubt: a '
+            "lost connection after the request was sent would count as a failure that is known.",
+            hint="Name the exceptions after which it may have happened: in_doubt_on=(requests.Timeout, …), or "
+            "in_doubt_on=Exception to be careful.",
+            id="loom.W010",
+        )
+
+
+def _check_aliases(tool: Tool[..., Any]) -> Iterable[CheckMessage]:
+    alias = _alias()
+    if not tool.transactional or alias is None:
+        return
+    for model in _models_named_in(tool.func):
+        other = router.db_for_write(model)
+        if other != alias:
+            yield checks.Warning(
+                f'The transactional tool "{tool.name}" names {model._meta.label}, which is written to {other!r}: '
+                f"only work on {alias!r} commits together with the step.",
+                hint="Do that work in a tool of its own, with idempotent=True.",
+                id="loom.W011",
+            )
+
+
+def _models_named_in(func: Callable[..., Any]) -> list[type[Model]]:
+    """The models that a function's own code names as globals: what can be seen without running it."""
+    func = inspect.unwrap(func)
+    names = getattr(getattr(func, "__code__", None), "co_names", ())
+    values = [getattr(func, "__globals__", {}).get(name) for name in names]
+    return [value for value in values if isinstance(value, type) and issubclass(value, Model)]
+
+
+@checks.register(TAG)
+def check_type_names(**kwargs: Any) -> list[CheckMessage]:
+    """W013."""
+    return [
+        checks.Warning(
+            f"{entry.name} is registered without a name of its own: moving the class would make recorded values "
+            "unreadable.",
+            hint=f'Keep today\'s name for good: register_type(…, name="{entry.name}").',
+            id="loom.W013",
+        )
+        for entry in codec.registered_types()
+        if not entry.explicit
+    ]
+
+
+# Advice for production.
+
+
+@checks.register(TAG, deploy=True)
+def check_undeclared_tools(**kwargs: Any) -> list[CheckMessage]:
+    """W012."""
+    return [
+        checks.Warning(
+            f'The tool "{tool.name}" does not say whether it may run twice; after a crash it does.',
+            hint="Declare idempotent=True if it sends its idempotency key along, idempotent=False if a person "
+            "must decide, or transactional=True if it only writes to the database.",
+            id="loom.W012",
+        )
+        for tool in _tools()
+        if tool.idempotent is None and not tool.transactional
+    ]
+
+
+@checks.register(TAG, deploy=True)
+def check_dispatcher(**kwargs: Any) -> list[CheckMessage]:
+    """W040."""
+    raw = getattr(settings, "LOOM", {})
+    if not isinstance(raw, Mapping) or raw.get("DISPATCHER", conf.LoomSettings().DISPATCHER) != "inline":
+        return []
+    return [
+        checks.Warning(
+            'LOOM["DISPATCHER"] is "inline": flows run inside the request that starts or answers them.',
+            hint='Set LOOM = {"DISPATCHER": "worker"} and run manage.py run_loom_worker.',
+            id="loom.W040",
+        )
+    ]
