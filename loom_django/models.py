@@ -125,11 +125,9 @@ class Execution(ReadOnlyModel):
         # No index holds a column that every append changes (updated_at, last_sequence, current_step): on
         # PostgreSQL one would cost each append an entry in every index (no heap-only update).
         indexes = [
-            # claim_ready: the queue's head.
+            # claim_ready: for each priority the oldest that are ready.
             models.Index(
-                "queue",
-                F("priority").desc(),
-                "ready_at",
+                fields=["priority", "ready_at", "queue"],
                 name="loom_execution_ready",
                 condition=Q(ready_at__isnull=False),
             ),

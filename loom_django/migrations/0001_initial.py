@@ -190,10 +190,8 @@ class Migration(migrations.Migration):
                 "default_permissions": ("view",),
                 "indexes": [
                     models.Index(
-                        models.F("queue"),
-                        models.OrderBy(models.F("priority"), descending=True),
-                        models.F("ready_at"),
                         condition=models.Q(("ready_at__isnull", False)),
+                        fields=["priority", "ready_at", "queue"],
                         name="loom_execution_ready",
                     ),
                     models.Index(

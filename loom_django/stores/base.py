@@ -181,9 +181,13 @@ class Commit:
         unowned = self.projection.status not in (Status.PENDING, Status.RUNNING)
         if self.ownership.mode == "keep":
             if self.new is not None or (unowned and any(event.kind in ANSWERING for event in self.events)):
-                raise ValueError(f"a start, a park and an end of {self.execution_id!r} must say who owns it then")
+                raise ValueError(
+                    f"a start, a park and an end of {self.execution_id!r} must say who owns it then"
+                )
         elif unowned != (self.ownership.mode == "nobody"):
-            raise ValueError(f"{self.execution_id!r} would be {self.projection.status} and {self.ownership.mode}")
+            raise ValueError(
+                f"{self.execution_id!r} would be {self.projection.status} and {self.ownership.mode}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -359,9 +359,15 @@ class MemoryStore:
 
     def expired(self, *, limit: int) -> list[Lease]:
         with self._lock:
-            leases = [lease for key in self._tables.rows if (lease := self.held(key)) is not None]
-            over = [lease for lease in leases if lease.until <= self.now()]
-            return sorted(over, key=lambda lease: lease.until)[:limit]
+            return [lease for lease in self._leases() if lease.until <= self.now()][:limit]
+
+    def leases(self, *, limit: int) -> list[Lease]:
+        with self._lock:
+            return self._leases()[:limit]
+
+    def _leases(self) -> list[Lease]:
+        leases = [lease for key in self._tables.rows if (lease := self.held(key)) is not None]
+        return sorted(leases, key=lambda lease: lease.until)
 
     def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float) -> bool:
         with self._lock:

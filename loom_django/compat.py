@@ -1,0 +1,72 @@
+"""Everything that depends on Django's inner workings or on its version, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import connections
+from django.db.transaction import Atomic
+
+
+def open_transaction(connection: Any) -> bool:
+    """True inside any transaction, TestCase's included; does not connect to find out.
+
+    Autocommit that is switched off without an atomic block is a transaction too.
+    """
+    if connection.in_atomic_block:
+        return True
+    return not (
+        connection.settings_dict["AUTOCOMMIT"] if connection.connection is None else connection.autocommit
+    )
+
+
+def in_transaction(connection: Any) -> bool:
+    """True inside a transaction that somebody opened on purpose; TestCase's own blocks do not count."""
+    if connection.in_atomic_block:
+        return not all(_is_testcase(block) for block in connection.atomic_blocks)
+    return open_transaction(connection)
+
+
+def in_testcase(connection: Any) -> bool:
+    """True where the connection lives in a TestCase's transaction."""
+    return any(_is_testcase(block) for block in connection.atomic_blocks)
+
+
+def _is_testcase(block: Any) -> bool:
+    # Django marks the blocks that TestCase opens, for atomic(durable=True).
+    return bool(block._from_testcase)
+
+
+class ImmediateAtomic(Atomic):
+    """``atomic()`` that takes SQLite's write lock at its beginning.
+
+    A deferred transaction that has read cannot wait for a rival's write: its own first write fails at once.
+    """
+
+    def __init__(self, using: str) -> None:
+        super().__init__(using, savepoint=True, durable=False)
+
+    def __enter__(self) -> None:
+        connection: Any = connections[self.using or "default"]
+        mode, connection.transaction_mode = connection.transaction_mode, "IMMEDIATE"
+        try:
+            super().__enter__()
+        finally:
+            connection.transaction_mode = mode
+
+
+def renew_connections() -> None:
+    """Drop this thread's connections that are broken or past their age.
+
+    A maximum age of 0 means "until the end of the request". A thread of loom's own lives longer than any
+    request, so such a connection is kept and its health is checked before its next use.
+    """
+    connection: Any
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block or connection.connection is None:
+            continue
+        if connection.settings_dict["CONN_MAX_AGE"] == 0 and not connection.errors_occurred:
+            connection.health_check_enabled = True
+            connection.health_check_done = False
+        else:
+            connection.close_if_unusable_or_obsolete()

@@ -1,0 +1,524 @@
+"""The store over SQLite: every change is one transaction that takes the write lock at its beginning.
+
+One writer at a time makes all checks exact, so a commit is looked at first and written after; fences hold here
+too, because a web process and a worker share the file. A writer that finds the file locked tries again, also
+when the lock is met at COMMIT: nothing has landed then.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeVar
+
+from django.db import Error
+
+from loom_django import compat
+from loom_django.errors import StoreUnavailableError
+from loom_django.kernel.state import Status
+from loom_django.stores.base import Commit, Due, Known, SequenceOccupied
+from loom_django.stores.sql import (
+    READY_HEAD,
+    SHARED,
+    UPSERT_TIMER,
+    Backoff,
+    Row,
+    SqlStore,
+    Statement,
+    chain_of_causes,
+    dialect,
+    named,
+    ready_filter,
+    row_of,
+    timer_row,
+    timers_off,
+)
+
+_T = TypeVar("_T")
+
+WORDS: Final = {
+    "now": "%(now)s",
+    "later": "%({0})s",
+    "at": "%({0})s",
+    "time": "{0}",
+    "text": "{0}",
+    "is": "is",
+    "lock": "",
+    "lock_free": "",
+}
+# Parameters that are seconds from now; SQLite's own clock functions know milliseconds only.
+_SECONDS: Final = frozenset({"ttl", "delay", "hold", "before"})
+
+_TOLD: Final = (
+    "flow_id", "version", "status", "last_sequence", "flow_hash", "code_hash", "created_at", "updated_at",
+    "finished_at", "current_step", "in_doubt", "waits", "waiting_on", "error_type", "error_message",
+)  # fmt: skip
+_DECIDED: Final = (
+    "queue", "priority", "not_before", "deadline", "parent_id", "chain", "subject_type", "subject_id",
+    "attributes", "scheduled_at",
+)  # fmt: skip
+_OWNER: Final = ("ready_at", "lease_owner", "lease_token", "lease_until")
+
+OWN: Final = named(
+    Statement(
+        "head",
+        "What the guard looks at: token, wakes and the end of the log.",
+        """
+        select
+            (select token from loom_fence where execution_id = %(id)s),
+            (select wakes from loom_fence where execution_id = %(wakes_of)s),
+            (select max(sequence) from loom_event where execution_id = %(id)s)
+        """,
+    ),
+    Statement(
+        "event",
+        "One row of the log.",
+        """
+        insert into loom_event (
+            execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at
+        ) values (
+            %(id)s, %(sequence)s, %(kind)s, %(body)s, %(fence)s, %(writer)s, %(kernel)s, $now
+        )
+        """,
+    ),
+    Statement(
+        "new_row",
+        "The projection's row at its start, or of a log that had lost it.",
+        f"""
+        insert into loom_execution (id, {", ".join((*_TOLD, *_DECIDED, *_OWNER))})
+        values (%(id)s, {", ".join(f"%({name})s" for name in (*_TOLD, *_DECIDED, *_OWNER))})
+        """,
+    ),
+    Statement(
+        "tell",
+        "The projection after more events; its owner stays.",
+        f"""
+        update loom_execution set {", ".join(f"{name} = %({name})s" for name in _TOLD)} where id = %(id)s
+        returning id
+        """,
+    ),
+    Statement(
+        "tell_and_own",
+        "The projection after more events, and who owns the execution then.",
+        f"""
+        update loom_execution set {", ".join(f"{name} = %({name})s" for name in (*_TOLD, *_OWNER))}
+        where id = %(id)s returning id
+        """,
+    ),
+    Statement(
+        "ensure_fence",
+        "A park has its row, so that senders and acquirers meet it.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        values (%(id)s, 0, 0, 0, 0) on conflict (execution_id) do nothing
+        """,
+    ),
+    Statement(
+        "move_fence",
+        "A start on an id that had a token runs under a new one.",
+        """
+        update loom_fence set token = token + 1, recoveries = 0, recovered_sequence = 0
+        where execution_id = %(id)s and token > 0
+        """,
+    ),
+    Statement(
+        "wake",
+        "One more wake.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        values (%(id)s, 0, 1, 0, 0)
+        on conflict (execution_id) do update set wakes = loom_fence.wakes + 1
+        """,
+    ),
+    Statement(
+        "owe_redrive",
+        "Somebody is to look at the execution.",
+        f"""
+        insert into loom_timer (execution_id, wake_at, redrive, deadline, tries)
+        values (%(id)s, $now, 0, 0, 0)
+        {UPSERT_TIMER}
+        """,
+    ),
+    Statement(
+        "drop_plain",
+        "A wake is not owed any more; marks keep their row.",
+        """
+        delete from loom_timer
+        where execution_id = %(id)s and wake_at = $at(wake_at) and redrive is null and not deadline
+        """,
+    ),
+    Statement("take", "A message is used up.", "update loom_message set taken = 1 where number = %(number)s"),
+    Statement(
+        "message",
+        "A message, unless its id is there.",
+        """
+        insert into loom_message (execution_id, name, message_id, payload, sent_at, taken, wait)
+        values (%(id)s, %(name)s, %(message_id)s, %(body)s, $now, 0, %(wait)s)
+        on conflict (execution_id, message_id) do nothing
+        returning number
+        """,
+    ),
+    Statement(
+        "acquire_fences",
+        "The fences of a batch that was just claimed.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        select value, 1, 0, 0, 0 from json_each(%(ids)s) where true
+        on conflict (execution_id) do update set token = loom_fence.token + 1
+        returning execution_id, token
+        """,
+    ),
+    Statement(
+        "claim_due",
+        "Due wakes, those due longest first; the filters come before the limit, so that rows which this "
+        "node cannot serve never starve others.",
+        """
+        select t.id, coalesce(t.not_before, t.wake_at), coalesce(x.flow_id, ''), coalesce(x.version, 0)
+        from loom_timer t left join loom_execution x on x.id = t.execution_id
+        where coalesce(t.not_before, t.wake_at) <= $now
+        and (%(redrive)s or t.redrive is null)
+        and (%(any_flow)s or x.id is null or exists (
+            select 1 from json_each(%(known)s) known
+            where known.key = x.flow_id and x.version <= known.value
+        ))
+        order by coalesce(t.not_before, t.wake_at) limit %(limit)s
+        """,
+    ),
+    Statement(
+        "hold_timer",
+        "A due wake that was picked is out of sight until its hold is over.",
+        """
+        update loom_timer set not_before = $later(hold) where id = %(id)s
+        returning execution_id, wake_at, redrive, deadline, not_before, tries
+        """,
+    ),
+    Statement(
+        "head_of_queues",
+        "The rows to claim.",
+        f"""
+        {READY_HEAD}
+        select x.id from priorities p join loom_execution x on x.priority = p.priority and x.ready_at <= $now
+        where (%(any_queue)s or x.queue in (select value from json_each(%(queues)s)))
+        and (%(any_flow)s or exists (
+            select 1 from json_each(%(known)s) known
+            where known.key = x.flow_id and x.version <= known.value
+        ))
+        order by x.priority desc, x.ready_at limit %(limit)s
+        """,
+    ),
+    Statement(
+        "renew",
+        "All leases of a process at once.",
+        """
+        update loom_execution set lease_until = $later(ttl)
+        from (
+            select json_extract(value, '$.id') as id, json_extract(value, '$.token') as token
+            from json_each(%(leases)s)
+        ) ours
+        where loom_execution.id = ours.id and loom_execution.lease_token = ours.token
+        returning loom_execution.id
+        """,
+        repeatable=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A statement in both forms, and which of its parameters this store fills in."""
+
+    watched: str  # for Django's cursor
+    direct: str  # for sqlite3's own
+    wants_now: bool
+    seconds: tuple[str, ...]
+
+
+def _prepare(statement: Statement) -> _Prepared:
+    direct = re.sub(r"%\((\w+)\)s", r":\1", statement.sql)
+    seconds = tuple(name for name in _SECONDS if f"%({name})s" in statement.sql)
+    return _Prepared(statement.sql, direct, "%(now)s" in statement.sql, seconds)
+
+
+class SqliteStore(SqlStore):
+    """The :class:`~loom_django.stores.base.Store` over SQLite."""
+
+    statements: Mapping[str, Statement] = dialect([*SHARED.values(), *OWN.values()], WORDS)
+    _prepared: Mapping[str, _Prepared] = {name: _prepare(one) for name, one in statements.items()}
+
+    def __init__(self, alias: str = "default", *, give_up: float = 30.0) -> None:
+        super().__init__(alias, give_up=give_up)
+        self._writes_ahead = False
+
+    # How a statement gets to the file.
+
+    def _run(self, name: str, parameters: Mapping[str, Any]) -> list[Row]:
+        prepared = self._prepared[name]
+        bound = {
+            key: _text(value) if isinstance(value, datetime) else value for key, value in parameters.items()
+        }
+        if prepared.wants_now or prepared.seconds:
+            now = parameters.get("now") or self.now()
+            bound["now"] = _text(now)
+            for key in prepared.seconds:
+                bound[key] = _text(now + timedelta(seconds=parameters[key]))
+        if compat.open_transaction(self.connection):
+            return self._execute(prepared.direct, prepared.watched, bound)
+        return self._patiently(lambda: self._execute(prepared.direct, prepared.watched, bound))
+
+    def _execute(self, direct: str, watched: str, parameters: Mapping[str, Any]) -> list[Row]:
+        connection = self.connection
+        connection.ensure_connection()
+        if connection.in_atomic_block:
+            connection.validate_no_broken_transaction()
+        if connection.queries_logged or connection.execute_wrappers:
+            with connection.cursor() as cursor:
+                cursor.execute(watched, parameters or None)
+                seen: list[Row] = list(cursor.fetchall()) if cursor.description else []
+                return seen
+        with connection.wrap_database_errors:
+            rows: list[Row] = list(connection.connection.execute(direct, parameters))
+            return rows
+
+    def _say(self, command: str) -> None:
+        self._execute(command, command, {})
+
+    def _patiently(self, work: Callable[[], _T]) -> _T:
+        """Do a piece of work that is one transaction, again for as long as the file is locked.
+
+        Raises:
+            StoreUnavailableError: it stayed locked.
+        """
+        backoff = Backoff(self.give_up, self.sleep)
+        while True:
+            try:
+                self._write_ahead()
+                return work()
+            except Error as error:
+                if not _is_locked(error):
+                    raise
+                if not backoff.again():
+                    problem = "the SQLite file stayed locked"
+                    raise StoreUnavailableError(problem, attempts=backoff.attempts) from error
+
+    def _write_ahead(self) -> None:
+        """Once: readers and the writer do not wait for each other. The file remembers it."""
+        if not self._writes_ahead:
+            self._say("pragma journal_mode = wal")
+            self._writes_ahead = True
+
+    def _atomically(self, work: Callable[[], _T]) -> _T:
+        """Do all of it or nothing: in a transaction of its own, or behind a savepoint in a caller's."""
+        if compat.open_transaction(self.connection):
+            begin, commit = "savepoint loom", "release savepoint loom"
+            rollback = ("rollback to savepoint loom", "release savepoint loom")
+            return self._between(begin, work, commit, rollback)
+        return self._patiently(lambda: self._between("begin immediate", work, "commit", ("rollback",)))
+
+    def _between(self, begin: str, work: Callable[[], _T], commit: str, rollback: Sequence[str]) -> _T:
+        self._say(begin)
+        try:
+            result = work()
+            self._say(commit)
+        except BaseException:
+            with suppress(Error):
+                for command in rollback:
+                    self._say(command)
+            raise
+        return result
+
+    def is_connection_lost(self, error: BaseException) -> bool:
+        return False  # it is a file
+
+    # Appends.
+
+    def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        try:
+            return self._atomically(lambda: [self._land_one(commit) for commit in commits])
+        except StoreUnavailableError as error:
+            return [error] * len(commits)
+        except Error as error:
+            if len(commits) > 1:
+                # One that is broken must not fail its neighbours: each by itself.
+                return [self._land([commit])[0] for commit in commits]
+            return [error]
+
+    def _land_one(self, commit: Commit) -> Exception | None:
+        """Look, then write; under the write lock nothing can come between."""
+        members = (commit, *commit.also)
+        for member in members:
+            if not self._fits(member):
+                return self._why_not(members)
+        now = self.now()
+        for member in members:
+            self._write(member, now)
+        return None
+
+    def _fits(self, commit: Commit) -> bool:
+        names = {"id": commit.execution_id, "wakes_of": commit.wakes_of or commit.execution_id}
+        token, wakes, last = self._run("head", names)[0]
+        return (
+            (commit.unguarded or (token or 0) in (0, commit.fence))
+            and (commit.wakes is None or commit.wakes == (wakes or 0))
+            and (last or 0) == commit.first_sequence - 1
+        )
+
+    def _why_not(self, members: Sequence[Commit]) -> Exception | None:
+        landed = [self._had_landed(member) for member in members]
+        if all(landed):
+            return None
+        for member in members:
+            with suppress(LookupError):
+                if (reason := self._refusal(member)) is not None:
+                    return reason
+        return SequenceOccupied(members[0].execution_id, members[0].first_sequence)
+
+    def _write(self, commit: Commit, now: datetime) -> None:
+        key, at = commit.execution_id, now
+        if commit.new is not None:
+            self._run("move_fence", {"id": key})
+        if commit.parks:
+            for row in {key, commit.wakes_of or key}:
+                self._run("ensure_fence", {"id": row})
+        for woken in commit.wake:
+            self._run("wake", {"id": woken})
+            self._run("owe_redrive", {"id": woken, "now": at})
+        for event in commit.events:
+            columns = {
+                "sequence": event.sequence,
+                "kind": str(event.kind),
+                "body": event.body,
+                "fence": event.fence,
+                "writer": event.writer,
+                "kernel": event.is_kernel,
+            }
+            self._run("event", {"id": key, "now": at, **columns})
+        self._write_row(commit, now)
+        self._write_timers(commit)
+        for number in commit.messages:
+            self._run("take", {"number": number})
+
+    def _write_row(self, commit: Commit, now: datetime) -> None:
+        row = {"id": commit.execution_id, **row_of(commit)}
+        if commit.new is None:
+            name = "tell" if commit.ownership.mode == "keep" else "tell_and_own"
+            if self._run(name, row | _owned(commit, now)):
+                return
+            row = {**_LOST, "chain": commit.execution_id, **row}
+        self._run("new_row", row | _owned(commit, now))
+
+    def _write_timers(self, commit: Commit) -> None:
+        key = commit.execution_id
+        off = timers_off(commit)
+        if off is None:
+            self._run("delete_timers", {"id": key})
+        for wake_at in off or ():
+            self._run("drop_plain", {"id": key, "wake_at": wake_at})
+        for timer in commit.timers:
+            self._run("schedule", {"id": timer.execution_id, **timer_row(timer)})
+
+    # The rest that SQLite does in its own way.
+
+    def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
+        return self._atomically(
+            lambda: super(SqliteStore, self).claim_due(limit=limit, hold=hold, known=known, redrive=redrive)
+        )
+
+    def _due_rows(self, parameters: Mapping[str, Any]) -> list[Row]:
+        now = self.now()
+        rows: list[Row] = []
+        for number, was_due, flow_id, version in self._run("claim_due", {**parameters, "now": now}):
+            held = self._run("hold_timer", {"id": number, "hold": parameters["hold"], "now": now})[0]
+            rows.append((*held, was_due, now, flow_id, version))
+        return rows
+
+    def _claim_batch(self, lease: Mapping[str, Any], known: Known, queues: Sequence[str] | None) -> list[str]:
+        def claim() -> list[str]:
+            head = self._run("head_of_queues", {"limit": lease["limit"], **ready_filter(known, queues)})
+            return [row[0] for row in head if self._run("claim", {"id": row[0], **lease})]
+
+        return self._atomically(claim)
+
+    def send(
+        self,
+        execution_id: str,
+        *,
+        name: str,
+        message_id: str,
+        body: str,
+        wait: str = "",
+        receiver: str | None = None,
+    ) -> bool:
+        message = {"id": execution_id, "name": name, "message_id": message_id, "body": body, "wait": wait}
+
+        def send() -> bool:
+            if not self._run("message", message):
+                return False
+            self._run("wake", {"id": execution_id})
+            self._run("owe_redrive", {"id": receiver or execution_id})
+            return True
+
+        return self._atomically(send)
+
+    def now(self) -> datetime:
+        return datetime.now(UTC) + self._shift
+
+    def _time(self, value: datetime | str | None) -> datetime | None:
+        if isinstance(value, str):
+            value = datetime.fromisoformat(value)
+        return None if value is None else value.replace(tzinfo=UTC)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """As ``atomic()``, with the write lock taken at its beginning."""
+        with ExitStack() as stack:
+            block = compat.ImmediateAtomic(self.alias)
+            if compat.open_transaction(self.connection):
+                stack.enter_context(block)
+            else:
+                self._patiently(lambda: stack.enter_context(block))
+            yield
+
+
+# What stands in a row of a log that had lost it.
+_LOST: Final[Mapping[str, Any]] = {
+    "queue": "default",
+    "priority": 0,
+    "not_before": None,
+    "deadline": None,
+    "parent_id": None,
+    "subject_type": "",
+    "subject_id": "",
+    "attributes": "{}",
+    "scheduled_at": None,
+}
+
+
+def _owned(commit: Commit, now: datetime) -> dict[str, Any]:
+    """The columns that say who is to run the execution after a commit."""
+    own = commit.ownership
+    row: dict[str, Any] = dict.fromkeys(_OWNER)
+    row["lease_owner"] = own.owner if own.mode == "held" else ""
+    if own.mode == "held":
+        row |= {"lease_token": own.token, "lease_until": now + timedelta(seconds=own.ttl)}
+    elif own.mode == "ready":
+        row["ready_at"] = own.at or now
+    elif own.mode == "keep" and commit.projection.status in (Status.PENDING, Status.RUNNING):
+        row["ready_at"] = now  # of a lost row only: somebody is to run it
+    return row
+
+
+def _text(instant: datetime) -> str:
+    """As Django writes it: UTC without a zone. Equal lengths are not needed, the order is that of time."""
+    return str(instant.astimezone(UTC).replace(tzinfo=None))
+
+
+def _is_locked(error: BaseException) -> bool:
+    return any(
+        isinstance(cause, sqlite3.OperationalError)
+        and cause.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+        for cause in chain_of_causes(error)
+    )
