@@ -1,0 +1,544 @@
+"""Every human act goes through here: who may, what it will append, the append with its principal and reason.
+
+``loom.*`` is code and trusted; a person is not. An act is refused without its own permission, and the refusal is
+a fact of the log (EXECUTION_DENIED, once per person, act and park). An act names the question that it answers: if
+that question is over, nothing is appended, and the refusal says who answered it and when.
+
+With ``dry_run=True`` an act is judged in just the same way and appends nothing: what it returns is what it would
+append. A denial must survive the transaction that it is raised in: call :func:`require` before opening one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import getpass
+import logging
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, cast
+
+from loom_django.definitions import Tool
+from loom_django.engine import answers
+from loom_django.engine.answers import MISSING
+from loom_django.engine.core import Engine, from_micros
+from loom_django.engine.outside import Appended, Landing, append_outside, load_existing
+from loom_django.errors import (
+    ExecutionNotFoundError,
+    InvalidInputError,
+    LoomError,
+    OperatorDeniedError,
+    ResumeRefusedError,
+)
+from loom_django.kernel import codec
+from loom_django.kernel.events import Event, Kind
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.keys import idempotency_key
+from loom_django.kernel.state import ON_ERROR, ON_POISONED, FrameStatus, Status, is_reserved
+from loom_django.services import recovery, typed_json
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket
+from loom_django.stores.base import Commit, Loaded, Ownership, Store
+
+if typing.TYPE_CHECKING:
+    from loom_django.engine.journal import Journal
+
+log = logging.getLogger("loom_django.operators")
+
+MAX_REASON: Final = 2000
+
+# How far back a repeated denial is looked for where there is no park: a minute, and so many events.
+_DENIAL_MICROS: Final = 60_000_000
+_DENIAL_EVENTS: Final = 500
+
+
+class Host(Protocol):
+    """What an act needs of the runtime."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+
+class Act(enum.StrEnum):
+    """What a person may do; each has a permission of its own."""
+
+    RESOLVE_STEP = "resolve_step"
+    RESUME_EXECUTION = "resume_execution"
+    CANCEL_EXECUTION = "cancel_execution"
+    RETRY_ERROR = "retry_error"
+    RECOVER_EXECUTION = "recover_execution"
+
+    @property
+    def permission(self) -> str:
+        return f"loom.{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """Who acts. Without a ``user`` it is somebody at a shell, who needs no permission."""
+
+    name: str
+    user: Any = None
+
+    @classmethod
+    def of(cls, user: Any) -> Operator:
+        return cls(str(user.get_username()), user)
+
+    @classmethod
+    def at_shell(cls) -> Operator:
+        try:
+            name = getpass.getuser()
+        except (OSError, KeyError):  # no such user, as in a container
+            name = "unknown"
+        return cls(f"shell:{name}")
+
+    def may(self, act: Act) -> bool:
+        return self.user is None or bool(self.user.has_perm(act.permission))
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What an act appended, or with ``dry_run`` would append.
+
+    ``events`` is empty if there was nothing to do. ``runs`` tells who goes on with the execution: this process
+    after the commit, a worker, or nobody. ``fresh_key`` is the key that a retry-fresh verdict gives the step.
+    """
+
+    act: Act
+    execution_id: str
+    events: tuple[Event, ...]
+    runs: typing.Literal["here", "worker", "nobody"]
+    fresh_key: str = ""
+
+    @property
+    def sequence(self) -> int | None:
+        return self.events[-1].sequence if self.events else None
+
+
+# Permission.
+
+
+def require(loom: Host, operator: Operator, act: Act, execution_id: str) -> None:
+    """Refuse a person without the permission for an act, and record the refusal.
+
+    Raises:
+        OperatorDeniedError: with the permission that is missing.
+    """
+    if operator.may(act):
+        return
+    try:
+        _record_denial(loom.engine, operator, act, execution_id)
+    except ExecutionNotFoundError:
+        pass  # no log to record it in; and whether there is one is none of their business
+    except Exception:
+        log.exception("a denial could not be recorded", extra=_about(operator, act, execution_id))
+    log.warning("an act was denied", extra=_about(operator, act, execution_id))
+    raise OperatorDeniedError(act.permission, operator.name, execution_id)
+
+
+def _record_denial(engine: Engine, operator: Operator, act: Act, execution_id: str) -> None:
+    name = answers.principal_name(operator.name)
+
+    def compose(journal: Journal) -> Landing | None:
+        park = journal.fold.park_sequence
+        # Read behind the look at the log: a rival's equal denial is seen here, or refuses the append.
+        if _denied_before(engine, journal, name, act, park):
+            return None
+        journal.record(
+            Kind.EXECUTION_DENIED,
+            {"principal": name, "act": act.value, "permission": act.permission, "park": park},
+        )
+        return Landing()
+
+    append_outside(engine, execution_id, compose)
+
+
+def _denied_before(engine: Engine, journal: Journal, name: str | None, act: Act, park: int | None) -> bool:
+    after = park if park is not None else max(0, journal.fold.last_sequence - _DENIAL_EVENTS)
+    since = 0 if park is not None else journal.stamp() - _DENIAL_MICROS
+    return any(
+        event.kind == Kind.EXECUTION_DENIED
+        and event.data.get("principal") == name
+        and event.data.get("act") == act.value
+        and event.data["at"] > since
+        for event in engine.store.read(journal.execution_id, after=after)
+    )
+
+
+def _about(operator: Operator, act: Act, execution_id: str) -> dict[str, str]:
+    return {"principal": operator.name, "act": act.value, "execution_id": execution_id}
+
+
+# The acts.
+
+
+def resolve_step(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    step_id: str,
+    resolution: str,
+    *,
+    reason: str,
+    output: Any = MISSING,
+    error: Any = MISSING,
+    question: int | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Settle an effect in doubt.
+
+    Args:
+        output: for "completed-with-result"; a value, as read_output makes it of JSON.
+        question: the sequence of the EFFECT_INDOUBT (or of the park) that was looked at; another one is refused.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason, or no such verdict.
+        VerdictRefusedError: the step is not in doubt (any more), or in doubt anew.
+        FlowCodeMismatchError: the flow's code is not the recorded one.
+    """
+
+    def append(engine: Engine, ownership: Ownership) -> Appended:
+        return answers.resolve(
+            engine,
+            execution_id,
+            step_id,
+            resolution,
+            output=output,
+            error=error,
+            park_sequence=question,
+            principal=operator.name,
+            reason=reason.strip(),
+            ownership=ownership,
+        )
+
+    done, appended = _perform(loom, operator, Act.RESOLVE_STEP, execution_id, reason, append, dry_run=dry_run)
+    frame = appended.journal.fold.frames.get(step_id)
+    if frame is None or frame.status is not FrameStatus.FRESH:
+        return done
+    return dataclasses.replace(done, fresh_key=idempotency_key(execution_id, step_id, frame.generation))
+
+
+def resume_execution(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    event_type: str,
+    *,
+    reason: str,
+    payload: Any = None,
+    correlation_key: str | None = None,
+    question: str | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Answer what a flow waits for by ``ctx.suspend(event_type)``.
+
+    Args:
+        question: the id of the wait that was looked at; if it is not pending any more, nothing is appended.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason.
+        ResumeRefusedError: nothing waits for this (any more), or another act answers it.
+        FlowCodeMismatchError: the flow's code is not the recorded one.
+    """
+    if is_reserved(event_type):
+        require(loom, operator, Act.RESUME_EXECUTION, execution_id)
+        raise ResumeRefusedError(execution_id, "reserved-wait", f"{event_type} is answered by its own act")
+
+    def append(engine: Engine, ownership: Ownership) -> Appended:
+        return answers.resume(
+            engine,
+            execution_id,
+            event_type=event_type,
+            payload=payload,
+            correlation_key=correlation_key,
+            principal=operator.name,
+            ownership=ownership,
+        )
+
+    return _perform(
+        loom,
+        operator,
+        Act.RESUME_EXECUTION,
+        execution_id,
+        reason,
+        append,
+        judge=None if question is None else lambda fold: _still_asks(fold, question),
+        dry_run=dry_run,
+    )[0]
+
+
+def cancel_execution(
+    loom: Host, operator: Operator, execution_id: str, *, reason: str, dry_run: bool = False
+) -> Done:
+    """End an execution. What a running body has begun may still happen; it can record nothing more.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason.
+        ExecutionClosedError: it ended otherwise. A second cancel is answered with no events.
+    """
+
+    def append(engine: Engine, ownership: Ownership) -> Appended:
+        return answers.cancel(engine, execution_id, reason=reason.strip(), principal=operator.name)
+
+    return _perform(loom, operator, Act.CANCEL_EXECUTION, execution_id, reason, append, dry_run=dry_run)[0]
+
+
+def retry_error(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    *,
+    reason: str,
+    question: str | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Run an execution again that is parked on an error of its body.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason.
+        ResumeRefusedError: it is not parked on an error, or on another one than was looked at.
+        FlowCodeMismatchError: the flow's code is not the recorded one.
+    """
+    return _open_gate(loom, operator, Act.RETRY_ERROR, execution_id, ON_ERROR, reason, question, dry_run)
+
+
+def recover_execution(
+    loom: Host, operator: Operator, execution_id: str, *, reason: str, dry_run: bool = False
+) -> Done:
+    """Take an execution over from its holder, or let one go on that was parked after too many takeovers.
+
+    A takeover appends nothing by itself: it fences the holder out, and puts in doubt what must not run twice.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason.
+        ResumeRefusedError: nobody holds it, and it is not parked for this.
+    """
+    act = Act.RECOVER_EXECUTION
+    _admit(loom, operator, act, execution_id, reason)
+    loaded = load_existing(loom.engine, execution_id)
+    fold = folded(loaded.events)
+    if any(wait.on == ON_POISONED for wait in fold.pending_waits()):
+        return _open_gate(loom, operator, act, execution_id, ON_POISONED, reason, None, dry_run)
+    store = loom.engine.store
+    if store.held(execution_id) is None:
+        detail = "Nobody holds it, so there is nobody to take it from."
+        raise ResumeRefusedError(execution_id, _why_idle(fold), detail)
+    if not dry_run:
+        log.info("an operator acts", extra={**_about(operator, act, execution_id), "reason": reason})
+        # A body must not run inside the caller's transaction.
+        store.on_commit(lambda: _recover_one(loom, execution_id))
+    return Done(act, execution_id, (), hand_over(loom).runs)
+
+
+def _recover_one(loom: Host, execution_id: str) -> None:
+    recovery.recover_one(loom, execution_id)
+
+
+def _why_idle(fold: Fold) -> Any:
+    if fold.status == Status.SUSPENDED:
+        return "no-such-wait"
+    return "not-suspended" if fold.status in (Status.PENDING, Status.RUNNING) else "terminal"
+
+
+def _open_gate(
+    loom: Host,
+    operator: Operator,
+    act: Act,
+    execution_id: str,
+    gate: str,
+    reason: str,
+    question: str | None,
+    dry_run: bool,
+) -> Done:
+    def append(engine: Engine, ownership: Ownership) -> Appended:
+        return answers.open_gate(
+            engine, execution_id, gate, principal=operator.name, reason=reason.strip(), ownership=ownership
+        )
+
+    judge = None if question is None else lambda fold: _still_asks(fold, question)
+    return _perform(loom, operator, act, execution_id, reason, append, judge=judge, dry_run=dry_run)[0]
+
+
+def _still_asks(fold: Fold, wait_id: str) -> None:
+    """Refuse an answer to a wait that is over, though another one of the same name may be open."""
+    wait = fold.waits.get(wait_id)
+    if wait is None:
+        raise ResumeRefusedError(fold.execution_id, "no-such-wait", f"It never waited for {wait_id!r}.")
+    if wait.pending:
+        return
+    who = f" by {wait.answered_by}" if wait.answered_by else ""
+    when = from_micros(wait.answered_at).isoformat()
+    raise ResumeRefusedError(
+        fold.execution_id,
+        "stale-park",
+        f"What was asked then was {wait.status.value}{who} at {when} (sequence {wait.answered_sequence}).",
+    )
+
+
+# How an act is carried out.
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Who goes on with an execution after an act's commit."""
+
+    ticket: Ticket
+    runs: typing.Literal["here", "worker"]
+
+
+def hand_over(loom: Host) -> HandOver:
+    """Decide who goes on with an execution that an act makes runnable.
+
+    A worker, where workers run flows; else this process, after the commit. Whoever shows the result says which.
+    """
+    here = isinstance(loom.dispatcher, InlineDispatcher)
+    return HandOver(loom.dispatcher.ticket(), "here" if here else "worker")
+
+
+def _perform(
+    loom: Host,
+    operator: Operator,
+    act: Act,
+    execution_id: str,
+    reason: str,
+    append: Callable[[Engine, Ownership], Appended],
+    *,
+    judge: Callable[[Fold], None] | None = None,
+    dry_run: bool,
+) -> tuple[Done, Appended]:
+    _admit(loom, operator, act, execution_id, reason)
+    over = hand_over(loom)
+    engine = _watched(loom.engine, judge, dry_run)
+    appended = append(engine, over.ticket.ownership)
+    events = appended.events
+    goes_on = bool(events) and act is not Act.CANCEL_EXECUTION
+    done = Done(act, execution_id, events, over.runs if goes_on else "nobody")
+    if not dry_run:
+        _announce(operator, act, execution_id, reason, done)
+        if goes_on:
+            _dispatch(loom, execution_id, over.ticket, appended)
+    return done, appended
+
+
+def _admit(loom: Host, operator: Operator, act: Act, execution_id: str, reason: str) -> None:
+    require(loom, operator, act, execution_id)
+    if not reason.strip():
+        raise InvalidInputError("an act needs a reason: say why, for whoever reads the log later")
+    if len(reason) > MAX_REASON:
+        raise InvalidInputError(f"a reason has at most {MAX_REASON} characters, this one has {len(reason)}")
+
+
+def _announce(operator: Operator, act: Act, execution_id: str, reason: str, done: Done) -> None:
+    about = {**_about(operator, act, execution_id), "reason": reason.strip(), "sequence": done.sequence}
+    log.info("an operator acted", extra=about)
+
+
+def _dispatch(loom: Host, execution_id: str, ticket: Ticket, appended: Appended) -> None:
+    dispatcher = loom.dispatcher
+    journal = appended.journal
+    journal.engine = loom.engine  # the body must not run on an engine that watches one act
+    loom.engine.store.on_commit(lambda: dispatcher.dispatch(execution_id, ticket, journal))
+
+
+def _watched(engine: Engine, judge: Callable[[Fold], None] | None, dry_run: bool) -> Engine:
+    if judge is None and not dry_run:
+        return engine
+    watched = _Rehearsal(engine.store, judge) if dry_run else _Watched(engine.store, judge)
+    return dataclasses.replace(engine, store=cast(Store, watched))
+
+
+class _Watched:
+    """A store that has every log judged as it is read.
+
+    An append goes to the sequence that was read, so nothing comes between the judgement and the append.
+    """
+
+    def __init__(self, store: Store, judge: Callable[[Fold], None] | None) -> None:
+        self._store = store
+        self._judge = judge
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def load(self, execution_id: str, *, after: int = 0) -> Loaded:
+        loaded = self._store.load(execution_id, after=after)
+        if self._judge is not None and loaded.events:
+            self._judge(folded(loaded.events))
+        return loaded
+
+
+class _Rehearsal(_Watched):
+    """The same, and nothing that is appended lands."""
+
+    def append(self, commit: Commit) -> None:
+        commit.check()
+
+    def acquire_fence(self, execution_id: str) -> int:
+        return self._store.fence(execution_id) + 1
+
+    def on_commit(self, callback: Callable[[], None]) -> None:
+        """Nothing was committed."""
+
+
+def folded(events: typing.Iterable[Event]) -> Fold:
+    """A log folded, as an accumulator."""
+    fold = Fold()
+    for event in events:
+        fold.apply(event)
+    return fold
+
+
+# What a verdict says.
+
+
+def read_output(loom: Host, execution_id: str, step_id: str, text: str) -> Any:
+    """The result of a step of the JSON that an operator typed for it.
+
+    The tool's ``parse_output`` makes it, if it has one; else what the tool's return annotation says it is.
+
+    Raises:
+        InvalidInputError: no JSON, or not what the tool returns. UnencodableValueError, PayloadTooLargeError:
+            it cannot be recorded. ExecutionNotFoundError: no such execution.
+    """
+    fold = folded(load_existing(loom.engine, execution_id).events)
+    tool = tool_of(loom, fold, step_id)
+    value = _typed_output(tool, text)
+    codec.dumps(value, path="output", limit=loom.engine.settings().MAX_PAYLOAD_BYTES)
+    return value
+
+
+def tool_of(loom: Host, fold: Fold, step_id: str) -> Tool[..., Any] | None:
+    """The tool that a step of an execution calls, as far as it is declared here."""
+    flow = loom.engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
+    if flow is None:
+        return None
+    frame = fold.frames.get(step_id)
+    by_name = [tool for tool in flow.steps.values() if frame is not None and tool.name == frame.tool]
+    return flow.steps.get(step_id) or flow.steps.get(step_id.split("#", 1)[0]) or next(iter(by_name), None)
+
+
+def returns(tool: Tool[..., Any] | None) -> Any:
+    """What a tool says that it returns; ``Any`` if it says nothing."""
+    if tool is None:
+        return Any
+    try:
+        return typing.get_type_hints(tool.func).get("return", Any)
+    except Exception:  # names that exist for a type checker only
+        return Any
+
+
+def _typed_output(tool: Tool[..., Any] | None, text: str) -> Any:
+    if tool is None or tool.parse_output is None:
+        return typed_json.read_as(returns(tool), text, "the output")
+    value = typed_json.read(text)
+    try:
+        return tool.parse_output(value)
+    except LoomError:
+        raise
+    except ValueError as exc:
+        raise InvalidInputError(str(exc) or "the tool does not take this output") from exc
+    except Exception as exc:  # it is the project's code, and a person waits for an answer
+        raise InvalidInputError(f"the tool does not take this output: {exc!r}") from exc
