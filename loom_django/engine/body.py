@@ -127,6 +127,14 @@ class Body:
         """The lease is another's: stop at the next call."""
         self.seal(Why.LOST)
 
+    def reached(self, point: str, step_id: str) -> None:
+        """Tell the testing kit; a crash that it stages there is the end of this run."""
+        try:
+            self.engine.reached(point, self.execution_id, step_id)
+        except Unwind as unwind:
+            self.sealed = unwind
+            raise
+
     # Writing.
 
     def land(self, **what: Any) -> None:

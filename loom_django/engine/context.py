@@ -6,6 +6,7 @@ plain functions, ``AsyncFlowContext`` for ``async def``; the names are the same,
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random as random_module
 from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
@@ -22,6 +23,8 @@ from loom_django.kernel.durations import Duration
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_numbers = itertools.count()
 
 _FLOW_ONLY = frozenset({"run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide"})
 
@@ -224,10 +227,11 @@ class Operation(Generic[R]):
     def __init__(self, context: AsyncFlowContext, name: str, steps: Steps[R]) -> None:
         self._body = context._body
         self._steps = steps
-        self._body.unawaited[id(self)] = name
+        self._number = next(_numbers)
+        self._body.unawaited[self._number] = name
 
     def __await__(self) -> Generator[Any, Any, R]:
-        self._body.unawaited.pop(id(self), None)
+        self._body.unawaited.pop(self._number, None)
         driver = self._body.driver
         if not isinstance(driver, AsyncDriver):
             raise TypeError("an AsyncFlowContext is driven by a loop")

@@ -140,7 +140,7 @@ def mismatch(engine: Engine, fold: Fold) -> FlowCodeMismatchError:
 
 def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:
     kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
-    driver = kind(close_connections=engine.store.close_old_connections, one_thread=engine.store.in_testcase())
+    driver = kind(close_connections=engine.store.close_connections, one_thread=engine.store.in_testcase())
     if stop is not None:
         driver.stop = stop
     return driver
@@ -168,6 +168,8 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
         body.misuse = ContextMisuseError(
             f"ctx.{forgotten} was not awaited before the flow returned: write await"
         )
+    if any(isinstance(left, Unwind) and left.why is Why.CRASHED for left in (body.sealed, raised)):
+        return Ended.LOST
     if body.misuse is not None:
         return _finish(body, lambda: _fail(body, body.misuse or raised or AssertionError()))
     unwind = body.sealed or (raised if isinstance(raised, Unwind) else None)

@@ -150,21 +150,20 @@ def _encode_arguments(
 
 def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
     """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
-    engine = body.engine
-    engine.reached("before-start", body.execution_id, step_id)
+    body.reached("before-start", step_id)
     fields = {"step": step_id, "tool": tool.name, "idempotent": tool.idempotent, "args": given}
     started = body.journal.record(Kind.STEP_STARTED, fields)
     body.did(started.data["at"])
     if tool.idempotent is False or tool.transactional or not body.may_defer():
         yield Io(body.land)
-    engine.reached("before-effect", body.execution_id, step_id)
+    body.reached("before-effect", step_id)
     if body.sealed is not None and body.sealed.why is not Why.PARKED:
         raise body.sealed  # sealed while the marker was made durable: the effect never starts
     if tool.transactional:
         return (yield from _transactional(body, step_id, tool, given))
     context, call = _prepared_call(body, step_id, tool, given)
     outcome: Outcome = yield Invoke(call, tool.is_async, tool.timeout, _late_notice(body, step_id, tool))
-    engine.reached("after-effect", body.execution_id, step_id)
+    body.reached("after-effect", step_id)
     for fields in context.metered:
         body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
     if outcome.error is None:
@@ -187,10 +186,9 @@ def _prepared_call(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
     # A tool gets what a replay would get: containers are copies made by the codec.
     arguments = codec.loads(given)
     func = body.engine.stubs.get(tool.name, tool.func)
-    engine, execution_id = body.engine, body.execution_id
 
     def call() -> Any:
-        engine.reached("in-effect", execution_id, step_id)
+        body.reached("in-effect", step_id)
         return func(context, *arguments["args"], **arguments["kwargs"])
 
     return context, call
@@ -234,7 +232,7 @@ def _settled(body: Body, tool: Tool[..., Any], event: Event, elapsed: float) -> 
     body.did(event.data["at"])
     if tool.idempotent is False or (elapsed >= CARRY_LIMIT and not body.may_defer()):
         yield Io(body.land)
-    body.engine.reached("after-outcome", body.execution_id, event.data["step"])
+    body.reached("after-outcome", event.data["step"])
 
 
 def _raised(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) -> Steps[Any]:
@@ -384,13 +382,13 @@ def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
         text = body.encode(value, f"result of {step_id}")
         if store.marked_for_rollback():
             raise _RolledBackError("the transaction was marked for rollback, so nothing of the step was kept")
-        body.engine.reached("after-effect", body.execution_id, step_id)
+        body.reached("after-effect", step_id)
         for fields in context.metered:
             body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
         event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
         body.journal.land()
     body.did(event.data["at"])
-    body.engine.reached("after-outcome", body.execution_id, step_id)
+    body.reached("after-outcome", step_id)
     return _after_codec(value, text)
 
 

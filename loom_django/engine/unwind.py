@@ -17,6 +17,7 @@ class Why(enum.Enum):
     MISUSED = "misused"  # an earlier call was misuse, and the body went on
     STORE = "store"  # the log could not be written; the lease's end hands it to somebody else
     INTERRUPTED = "interrupted"  # this process is told to end
+    CRASHED = "crashed"  # the testing kit stops the run as a kill would: nothing more is written
 
 
 class Unwind(BaseException):

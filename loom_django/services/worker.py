@@ -8,10 +8,10 @@ finish within a grace time.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from loom_django.engine.core import Engine, random_token
@@ -51,7 +51,8 @@ class WorkerService:
         self.claimed = 0
         self._running = 0
         self._condition = threading.Condition()
-        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="loom-body")
+        self._claims: queue.SimpleQueue[Claimed | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
 
     @property
     def running(self) -> int:
@@ -93,7 +94,20 @@ class WorkerService:
         with self._condition:
             self._running += 1
             self.claimed += 1
-        self._pool.submit(self._run, claim)
+            short = self._running > len(self._threads)
+        self._claims.put(claim)
+        if short:
+            thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self) -> None:
+        """Run bodies one after the other; the thread's connection is kept between them and closed at its end."""
+        try:
+            while (claim := self._claims.get()) is not None:
+                self._run(claim)
+        finally:
+            self.engine.store.close_connections()
 
     def _run(self, claim: Claimed) -> None:
         store = self.engine.store
@@ -128,5 +142,8 @@ class WorkerService:
                 if left <= 0:
                     return False
                 self._condition.wait(left)
-        self._pool.shutdown(wait=True)
+        for _ in self._threads:
+            self._claims.put(None)
+        for thread in self._threads:
+            thread.join()
         return True

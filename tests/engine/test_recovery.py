@@ -1,0 +1,358 @@
+"""Recovery: what a dead process left behind is taken up; what must not run twice is put to a person."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from loom_django import FlowContext, StepContext, flow, tool
+from loom_django.errors import InvalidInputError, LoomError
+from loom_django.kernel.state import Status
+from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.recovery import recover_abandoned, recover_one
+from loom_django.services.worker import WorkerService
+from tests.engine.conftest import World
+
+PAST_THE_LEASE = timedelta(seconds=61)
+POINTS = ["before-start", "before-effect", "in-effect", "after-effect", "after-outcome"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("idempotent", [True, False, None])
+def test_a_crash_at_each_point_of_a_step(
+    world: World, crash_at: Callable[[str, str], None], point: str, idempotent: bool | None
+) -> None:
+    """What runs again has the same key; what must not run twice does not."""
+    seen: list[str] = []
+
+    @tool(idempotent=idempotent)
+    def effect(ctx: StepContext) -> str:
+        seen.append(ctx.idempotency_key)
+        return "done"
+
+    @flow("r.crash", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    crash_at("effect", point)
+    body.using(execution_id="c1").start()
+    assert world.recover().candidates == 0  # the lease has not ended: nobody may judge
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    assert world.recover().recovered == 1
+    handle = world.loom.handle("c1")
+    if idempotent is False and point in ("before-effect", "in-effect", "after-effect"):
+        assert [wait.correlation_key for wait in handle.waits] == ["effect"]
+        assert len(seen) <= 1
+        world.loom.resolve("c1", "effect", "completed-with-result", output="done")
+    assert handle.result() == "done"
+    assert set(seen) <= {"c1:effect"}
+    world.check("c1")
+
+
+def test_a_retry_fresh_verdict_has_a_new_key_that_survives_a_crash(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """`:r1` comes from the verdict, and is `:r1` again after a crash in that attempt."""
+    seen: list[str] = []
+
+    @tool(idempotent=False)
+    def effect(ctx: StepContext) -> str:
+        seen.append(ctx.idempotency_key)
+        return "done"
+
+    @flow("r.fresh", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    crash_at("effect", "after-effect")
+    body.using(execution_id="c1").start()
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.recover()
+    crash_at("effect", "after-effect")
+    world.loom.resolve("c1", "effect", "retry-fresh")
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.recover()
+    assert seen == ["c1:effect", "c1:effect:r1"]
+    world.loom.resolve("c1", "effect", "retry-fresh")
+    assert seen == ["c1:effect", "c1:effect:r1", "c1:effect:r2"]
+    assert world.loom.handle("c1").result() == "done"
+
+
+def test_attempts_count_crashes(world: World, crash_at: Callable[[str, str], None]) -> None:
+    """After three crashes the fourth attempt reads 4."""
+    seen: list[int] = []
+
+    @tool
+    def effect(ctx: StepContext) -> int:
+        seen.append(ctx.attempt)
+        return ctx.attempt
+
+    @flow("r.attempts", steps=[effect])
+    def body(ctx: FlowContext) -> int:
+        return ctx.run(effect)
+
+    crash_at("effect", "after-effect")
+    body.using(execution_id="c1").start()
+    for _ in range(2):
+        world.engine.store.shift_clock(PAST_THE_LEASE)
+        crash_at("effect", "after-effect")
+        world.recover()
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.recover()
+    assert seen == [1, 2, 3, 4]
+
+
+def test_a_zombie_can_append_nothing(world: World) -> None:
+    """A run whose execution was taken over meets the fence, whatever it wanted to write."""
+    inside = threading.Event()
+    go_on = threading.Event()
+    calls: list[int] = []
+
+    @tool
+    def effect(ctx: StepContext) -> str:
+        calls.append(ctx.attempt)
+        if ctx.attempt == 1:
+            inside.set()
+            assert go_on.wait(20)
+        return f"by attempt {ctx.attempt}"
+
+    @flow("r.zombie", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    def first_owner() -> None:
+        body.using(execution_id="z1").start()
+        world.engine.store.close_connections()
+
+    zombie = threading.Thread(target=first_owner)
+    zombie.start()
+    assert inside.wait(20)
+    lease = world.engine.store.held("z1")
+    assert lease is not None
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    assert world.recover().recovered == 1
+    before = world.kinds("z1")
+    assert world.engine.store.renew([("z1", lease.token)], ttl=60) == set()
+    assert world.engine.store.release("z1", lease.token) is False
+    go_on.set()
+    zombie.join(20)
+    assert world.kinds("z1") == before
+    assert world.loom.handle("z1").result() == "by attempt 2"
+
+
+def test_recovery_without_leases_needs_a_judgement(world: World) -> None:
+    """There is no default: either answer would be wrong for somebody."""
+    with pytest.raises(InvalidInputError, match="is_abandoned"):
+        recover_abandoned(world.loom)
+
+
+def test_the_callers_own_judgement_preempts_a_live_holder(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """Without leases the predicate alone decides, and the predecessor is fenced out."""
+
+    @tool
+    def effect(ctx: StepContext) -> str:
+        return "done"
+
+    @flow("r.judged", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    crash_at("effect", "in-effect")
+    body.using(execution_id="j1").start()
+    assert recover_abandoned(world.loom, is_abandoned=lambda lease: False).recovered == 0
+    assert recover_abandoned(world.loom, is_abandoned=lambda lease: lease.execution_id == "j1").recovered == 1
+    assert world.loom.handle("j1").result() == "done"
+    assert world.engine.store.fence("j1") > 0
+
+
+def test_one_bad_log_stops_nothing_but_itself(world: World, crash_at: Callable[[str, str], None]) -> None:
+    """Of twenty abandoned executions one cannot be folded and one is of an unknown flow: 18 go on."""
+    from loom_django import definitions
+
+    @tool
+    def effect(ctx: StepContext) -> None:
+        """Nothing."""
+
+    @flow("r.many", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    @flow("r.unknown", steps=[effect])
+    def unknown(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    for number in range(20):
+        crash_at("effect", "before-effect")
+        started = unknown if number == 6 else body
+        started.using(execution_id=f"m{number:02}").start()
+    definitions.registry.forget("r.unknown")
+    load = world.engine.store.load
+
+    def corrupt(execution_id: str, **options: Any) -> Any:
+        if execution_id == "m02":
+            raise ValueError("a payload that is no JSON")
+        return load(execution_id, **options)
+
+    world.engine.store.load = corrupt  # type: ignore[method-assign]
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    summary = world.recover()
+    world.engine.store.load = load  # type: ignore[method-assign]
+    assert (summary.candidates, summary.recovered, summary.failed) == (20, 18, 2)
+    assert {name for name, _ in summary.failures} == {"m02", "m06"}
+    assert world.recover().candidates == 0  # the bad ones do not come back at once
+
+
+def test_a_poisonous_execution_parks_for_an_operator(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """A step that kills its process every time is given up after max_recoveries takeovers without progress."""
+
+    @tool
+    def effect(ctx: StepContext) -> None:
+        """Nothing."""
+
+    @flow("r.poison", steps=[effect], max_recoveries=2)
+    def body(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    crash_at("effect", "in-effect")
+    body.using(execution_id="p1").start()
+    for _ in range(2):
+        world.engine.store.shift_clock(PAST_THE_LEASE)
+        crash_at("effect", "in-effect")
+        world.recover()
+    world.engine.store.shift_clock(PAST_THE_LEASE)
+    assert world.recover().recovered == 1
+    assert [wait.on for wait in world.loom.handle("p1").waits] == ["__loom_poisoned__"]
+
+
+def test_a_ready_execution_that_nobody_took_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inline, a process that died between its commit and its claim leaves a ready row; recovery runs it."""
+
+    @flow("r.ready")
+    def body(ctx: FlowContext) -> str:
+        return "ran"
+
+    inline = world.loom.dispatcher
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = body.start()
+    world.loom.dispatcher = inline
+    assert handle.status == Status.PENDING
+    assert world.recover().recovered == 0
+    world.engine.store.shift_clock(timedelta(seconds=31))
+    assert world.recover().recovered == 1
+    assert handle.result() == "ran"
+
+
+def test_recover_one_takes_over_by_an_operators_judgement(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """The lease has not ended, but a person knows better."""
+
+    @tool
+    def effect(ctx: StepContext) -> str:
+        return "done"
+
+    @flow("r.one", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    crash_at("effect", "in-effect")
+    body.using(execution_id="o1").start()
+    assert recover_one(world.loom, "o1").recovered == 1
+    assert world.loom.handle("o1").result() == "done"
+
+
+def test_a_worker_claims_and_runs_what_is_ready(world: World) -> None:
+    """A start under the worker dispatcher leaves a row; a worker runs it to its end."""
+    keys: list[str] = []
+
+    @tool
+    def effect(ctx: StepContext) -> None:
+        keys.append(ctx.execution_id)
+
+    @flow("r.worker", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    world.loom.dispatcher = WorkerDispatcher()
+    for number in range(5):
+        body.using(execution_id=f"w{number}").start()
+    assert keys == []
+    worker = WorkerService(world.engine, concurrency=2)
+    while worker.tick() or worker.running or len(keys) < 5:
+        with worker._condition:
+            worker._condition.wait_for(lambda: worker._running < 2, 10)
+    assert worker.drain(10)
+    assert sorted(keys) == [f"w{number}" for number in range(5)]
+    assert {world.loom.handle(f"w{number}").status for number in range(5)} == {Status.COMPLETED}
+
+
+def test_a_draining_worker_hands_the_rest_of_a_flow_back(world: World) -> None:
+    """The step in flight ends and is recorded; the next one is another worker's."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    @tool
+    def first(ctx: StepContext) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    @tool
+    def second(ctx: StepContext) -> None:
+        """Nothing."""
+
+    @flow("r.drain", steps=[first, second])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(first)
+        ctx.run(second)
+
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = body.start()
+    worker = WorkerService(world.engine, concurrency=1)
+    worker.tick()
+    assert inside.wait(20), "the first step was not begun"
+    worker.draining.set()
+    go_on.set()
+    assert worker.drain(20)
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED", "STEP_STARTED", "STEP_COMPLETED"]
+    assert world.engine.store.held(handle.id) is None
+    other = WorkerService(world.engine, concurrency=1)
+    other.tick()
+    with other._condition:
+        assert other._condition.wait_for(lambda: other._running == 0, 20)
+    assert other.drain(20) is True
+    assert handle.status == Status.COMPLETED
+
+
+def test_changed_code_is_refused_with_its_exits(world: World, crash_at: Callable[[str, str], None]) -> None:
+    """Resume and recovery alike: the execution, both hashes, the three exits; nothing is written."""
+    from loom_django import definitions
+    from loom_django.errors import FlowCodeMismatchError
+
+    @tool
+    def effect(ctx: StepContext) -> None:
+        """Nothing."""
+
+    @flow("r.changed", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.suspend("Go")
+
+    handle = body.start()
+    definitions.registry.forget("r.changed")
+
+    @flow("r.changed")
+    def changed(ctx: FlowContext) -> None:
+        ctx.suspend("Go")
+
+    before = world.kinds(handle.id)
+    with pytest.raises(FlowCodeMismatchError) as refused:
+        world.loom.resume(handle.id, event_type="Go")
+    assert isinstance(refused.value, LoomError)
+    assert handle.id in str(refused.value)
+    assert world.kinds(handle.id) == before
