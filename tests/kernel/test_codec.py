@@ -302,6 +302,10 @@ STORED = [
         datetime(2026, 3, 1, tzinfo=timezone(timedelta(hours=1), "CET")),
         '{"$datetime":["2026-03-01T00:00:00",0,{"$timedelta":[0,3600,0]},"CET"]}',
     ),
+    (
+        time(1, tzinfo=timezone(timedelta(0), "\0")),
+        '{"$time":["01:00:00",0,{"$timedelta":[0,0,0]},{"$str":"AA=="}]}',
+    ),
     # Python 3.11 reads an offset below one second as none, so offsets do not go as text.
     (
         datetime(2026, 3, 1, tzinfo=timezone(timedelta(microseconds=1))),

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from loom_django.errors import StepFailed
@@ -78,6 +78,12 @@ def noted() -> BaseException:
     error = ValueError("x")
     error.__notes__ = [BrokenText(ValueError())]  # type: ignore[list-item]
     return raised(error)
+
+
+class BrokenCause(Exception):
+    @property
+    def __cause__(self) -> BaseException:  # type: ignore[override]
+        raise KeyError
 
 
 def name(text: str) -> str:
@@ -166,6 +172,15 @@ def test_a_message_of_a_str_subclass_is_told_as_plain_text():
     assert type(describe_error(raised(Failure()), LIMIT)["message"]) is str
 
 
+def test_a_traceback_that_cannot_be_written_is_told():
+    """What is odd about an exception never hides that it happened."""
+    told = describe_error(raised(BrokenCause("x")), LIMIT)
+    assert (told["message"], told["traceback"]) == (
+        "x",
+        "[no traceback: writing it raised builtins.KeyError]",
+    )
+
+
 def test_both_ends_of_a_long_text_are_kept():
     """The beginning says what it is about, the end says what it came to."""
     text = bounded("begin " + "x" * 1000 + " end", 200)
@@ -174,6 +189,9 @@ def test_both_ends_of_a_long_text_are_kept():
     assert "1010 bytes in all" in text
 
 
+@example("x" * 100, 100)  # exactly what is allowed
+@example("ü" * 200, 299)  # a cut within a character
+@example("ab\ud800", 4)  # what is no character of UTF-8 counts too
 @given(st.text(st.characters(exclude_categories=()), max_size=200), st.integers(0, 300))
 def test_no_text_is_longer_than_its_limit(text, limit):
     """A text that fits stays as it is, any other is cut between characters."""
