@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from loom_django.definitions import Flow, Step, Tool, flow, tool
 from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
 from loom_django.errors import (
@@ -23,9 +21,7 @@ from loom_django.errors import (
 from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.codec import register_type
 from loom_django.runtime import Handle, loom
-
-if TYPE_CHECKING:
-    from loom_django.models import ExecutionStatus
+from loom_django.statuses import ExecutionStatus
 
 __version__ = "0.1.0"
 
@@ -57,11 +53,3 @@ __all__ = [
     "tool",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # The statuses are a Django TextChoices, which lives with the models: not before the apps are ready.
-    if name == "ExecutionStatus":
-        from loom_django.models import ExecutionStatus
-
-        return ExecutionStatus
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

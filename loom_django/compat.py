@@ -32,6 +32,12 @@ def in_testcase(connection: Any) -> bool:
     return any(_is_testcase(block) for block in connection.atomic_blocks)
 
 
+def other_transaction(alias: str) -> str:
+    """The alias of another database on which somebody opened a transaction on purpose, or ''."""
+    open_ones = (name for name in connections if name != alias and in_transaction(connections[name]))
+    return next(open_ones, "")
+
+
 def _is_testcase(block: Any) -> bool:
     # Django marks the blocks that TestCase opens, for atomic(durable=True).
     return bool(block._from_testcase)

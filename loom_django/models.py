@@ -14,24 +14,12 @@ from django.db import models
 from django.db.models import F, Q
 from django.db.models.functions import Coalesce, Now
 from django.utils.translation import gettext_lazy as _
-from django.utils.translation import pgettext_lazy
 
 from loom_django.errors import ReadOnlyModelError
 from loom_django.fields import EncodedField, IdField
-from loom_django.kernel.state import TERMINAL_STATUSES, Status
+from loom_django.kernel.state import TERMINAL_STATUSES
 from loom_django.querysets import ExecutionQuerySet, ReadOnlyQuerySet
-
-
-class ExecutionStatus(models.TextChoices):
-    """The statuses of an execution, as the fold knows them."""
-
-    PENDING = Status.PENDING, pgettext_lazy("execution status", "Pending")
-    RUNNING = Status.RUNNING, pgettext_lazy("execution status", "Running")
-    SUSPENDED = Status.SUSPENDED, pgettext_lazy("execution status", "Suspended")
-    COMPLETED = Status.COMPLETED, pgettext_lazy("execution status", "Completed")
-    FAILED = Status.FAILED, pgettext_lazy("execution status", "Failed")
-    CANCELLED = Status.CANCELLED, pgettext_lazy("execution status", "Cancelled")
-    CONTINUED = Status.CONTINUED, pgettext_lazy("execution status", "Continued")
+from loom_django.statuses import ExecutionStatus
 
 
 class ReadOnlyModel(models.Model):
@@ -53,7 +41,7 @@ class ReadOnlyModel(models.Model):
 
 # Plain text, so that the migration names no class of the kernel.
 _OWNED = Q(status__in=["PENDING", "RUNNING"])
-_LIVE = Q(status__in=["PENDING", "RUNNING", "SUSPENDED"])
+_LEFT = Q(status__in=["SUSPENDED", "COMPLETED", "FAILED", "CANCELLED", "CONTINUED"])
 _READY = Q(ready_at__isnull=False, lease_token__isnull=True, lease_until__isnull=True)
 _HELD = Q(ready_at__isnull=True, lease_token__isnull=False, lease_until__isnull=False)
 _UNOWNED = Q(ready_at__isnull=True, lease_token__isnull=True, lease_until__isnull=True)
@@ -67,9 +55,9 @@ class Execution(ReadOnlyModel):
 
     id = IdField(_("execution id"), primary_key=True)
     flow_id = models.CharField(_("flow"), max_length=255)
-    version = models.PositiveIntegerField(_("version"), default=1)
+    version = models.IntegerField(_("version"), default=1)
     status = models.CharField(_("status"), max_length=16, choices=ExecutionStatus.choices)
-    last_sequence = models.PositiveBigIntegerField(_("last sequence"))
+    last_sequence = models.BigIntegerField(_("last sequence"))
     flow_hash = models.CharField(_("flow hash"), max_length=80, default="", blank=True)
     code_hash = models.CharField(_("code fingerprint"), max_length=255, default="", blank=True)
     created_at = models.DateTimeField(_("created"))
@@ -77,7 +65,7 @@ class Execution(ReadOnlyModel):
     finished_at = models.DateTimeField(_("finished"), null=True, blank=True)
     scheduled_at = models.DateTimeField(_("occurrence"), null=True, blank=True)
     current_step = models.TextField(_("current step"), default="", blank=True)
-    in_doubt = models.PositiveIntegerField(_("effects in doubt"), default=0)
+    in_doubt = models.IntegerField(_("effects in doubt"), default=0)
     waits = EncodedField(_("waits"), default="[]")
     waiting_on = models.CharField(_("waiting on"), max_length=255, default="", blank=True)
     error_type = models.CharField(_("error type"), max_length=255, default="", blank=True)
@@ -115,15 +103,13 @@ class Execution(ReadOnlyModel):
         ]
         constraints = [
             models.CheckConstraint(
-                name="loom_execution_status", condition=Q(status__in=[str(status) for status in Status])
-            ),
-            models.CheckConstraint(
                 name="loom_execution_one_of_four",
-                condition=(_OWNED & (_READY | _HELD)) | (~_OWNED & _UNOWNED),
+                condition=(_OWNED & (_READY | _HELD)) | (_LEFT & _UNOWNED),
             ),
         ]
-        # No index holds a column that every append changes (updated_at, last_sequence, current_step): on
-        # PostgreSQL one would cost each append an entry in every index (no heap-only update).
+        # Each append rewrites the row and checks each constraint, so there are few of both. No index holds a
+        # column that every append changes (updated_at, last_sequence, current_step): on PostgreSQL one would
+        # cost each append an entry in every index (no heap-only update).
         indexes = [
             # claim_ready: for each priority the oldest that are ready.
             models.Index(
@@ -141,12 +127,6 @@ class Execution(ReadOnlyModel):
             models.Index(fields=["-created_at", "id"], name="loom_execution_newest"),
             models.Index(fields=["status", "-created_at"], name="loom_execution_by_status"),
             models.Index(fields=["flow_id", "-created_at"], name="loom_execution_by_flow"),
-            # What is live of which code: deploy check and census.
-            models.Index(
-                fields=["flow_id", "version"],
-                name="loom_execution_live",
-                condition=_LIVE,
-            ),
             models.Index(
                 fields=["subject_type", "subject_id"],
                 name="loom_execution_subject",
@@ -193,7 +173,7 @@ class Event(ReadOnlyModel):
 
     pk = models.CompositePrimaryKey("execution_id", "sequence")
     execution_id = IdField(_("execution id"))
-    sequence = models.PositiveBigIntegerField(_("sequence"))
+    sequence = models.BigIntegerField(_("sequence"))
     kind = models.CharField(_("kind"), max_length=255)
     payload = EncodedField(_("payload"))
     fence = models.BigIntegerField(_("fence"), null=True, blank=True)
@@ -236,10 +216,10 @@ class Timer(ReadOnlyModel):
     id = models.BigAutoField(primary_key=True)
     execution_id = IdField(_("execution id"))
     wake_at = models.DateTimeField(_("wake at"))
-    redrive = models.PositiveSmallIntegerField(_("re-drive attempt"), null=True, blank=True)
+    redrive = models.SmallIntegerField(_("re-drive attempt"), null=True, blank=True)
     deadline = models.BooleanField(_("is a deadline"), default=False, db_default=False)
     not_before = models.DateTimeField(_("not before"), null=True, blank=True)
-    tries = models.PositiveIntegerField(_("tries"), default=0, db_default=0)
+    tries = models.IntegerField(_("tries"), default=0, db_default=0)
 
     class Meta:
         db_table = "loom_timer"

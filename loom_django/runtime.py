@@ -247,6 +247,7 @@ class Loom:
     def start_flow(
         self, flow: Flow[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Handle[Any]:
+        self.store.check_caller("start")
         given = flow.bind_input(args, kwargs)
         ticket = self.dispatcher.ticket()
         started = start(self.engine, flow, given, flow.options, ticket.ownership)
@@ -289,6 +290,7 @@ class Loom:
             FlowCodeMismatchError: the flow's code is not the one recorded.
             UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
         """
+        self.store.check_caller("loom.resume")
         ticket = self.dispatcher.ticket()
         appended = answers.resume(
             self.engine,
@@ -327,6 +329,7 @@ class Loom:
             VerdictRefusedError: the step is not in doubt (any more); it says who answered and when.
             FlowCodeMismatchError: the flow's code is not the one recorded.
         """
+        self.store.check_caller("loom.resolve")
         ticket = self.dispatcher.ticket()
         appended = answers.resolve(
             self.engine,
@@ -348,6 +351,7 @@ class Loom:
         Raises:
             ResumeRefusedError: it is not parked on an error.
         """
+        self.store.check_caller("loom.retry_error")
         ticket = self.dispatcher.ticket()
         appended = answers.open_gate(
             self.engine,
@@ -366,6 +370,7 @@ class Loom:
             ExecutionNotFoundError: no such execution.
             ExecutionClosedError: it ended otherwise. A second cancel is answered, not an error.
         """
+        self.store.check_caller("loom.cancel")
         appended = answers.cancel(self.engine, execution_id, reason=reason, principal=principal)
         return Handle(self, execution_id, appended.journal.fold.flow_id)
 
@@ -381,6 +386,7 @@ class Loom:
             ExecutionNotFoundError: no such execution. ExecutionClosedError: it has ended.
             UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
         """
+        self.store.check_caller("loom.send")
         keys.check_id(name, "message name")
         identity = keys.check_id(message_id, "message id") if message_id is not None else str(uuid.uuid4())
         body = codec.dumps(payload, path="payload", limit=conf.get_settings().MAX_PAYLOAD_BYTES)

@@ -20,7 +20,7 @@ from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_do
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
 from loom_django.engine.run import REFUSED_DELAY, mismatch, run_execution
-from loom_django.errors import InvalidInputError
+from loom_django.errors import InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.state import ON_POISONED, Wait
 from loom_django.services.dispatch import Dispatcher, InlineDispatcher, run_logged
@@ -83,6 +83,8 @@ def recover_abandoned(
             "without leases, is_abandoned= is required: a running execution of a healthy process looks the same "
             "as an abandoned one. Pass leases=loom.store, or your own judgement"
         )
+    if loom.engine.store.in_transaction():
+        raise OpenTransactionError("recovery", "each takeover must be durable by itself", "Run it after the block.")
     run = _Pass(loom, fenced)
     if leases is None:
         run.all(loom.engine.store.leases(limit=limit), is_abandoned, forced=True)

@@ -102,7 +102,7 @@ class TimerService:
     def _contended(self, row: TimerRow, exc: Exception) -> None:
         tries = row.tries + 1
         if tries < MAX_TRIES:
-            delay = redrive_delay(row.tries, self.engine.draw())
+            delay = redrive_delay(tries, self.engine.draw())
             self.engine.store.put_off(row, delay=delay, tries=tries)
             return
         self._put_off(row, PUT_OFF, RedriveExhaustedError(row.execution_id, tries), report=tries == MAX_TRIES)

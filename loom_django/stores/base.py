@@ -425,6 +425,13 @@ class Store(EventStore, TimerStore, LeaseStore, InboxStore, Protocol):
     def in_transaction(self) -> bool:
         """True inside a caller's open transaction; TestCase's own does not count."""
 
+    def check_caller(self, call: str) -> None:
+        """Refuse a writing call that could not hang on to a commit; warn where it would join none.
+
+        Raises:
+            OpenTransactionError: autocommit is off and no atomic block is open.
+        """
+
     def in_testcase(self) -> bool:
         """True where the connection lives in a TestCase transaction: one thread, one connection."""
 

@@ -481,6 +481,9 @@ class MemoryStore:
         with self._lock:
             return self._depth > 0
 
+    def check_caller(self, call: str) -> None:
+        """A program may always call."""
+
     def in_testcase(self) -> bool:
         return False
 

@@ -25,7 +25,7 @@ from typing import Any, Final
 from django.db import connections, transaction
 
 from loom_django import compat
-from loom_django.errors import StaleFenceError
+from loom_django.errors import OpenTransactionError, StaleFenceError
 from loom_django.kernel.events import Event
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.stores.base import (
@@ -637,6 +637,23 @@ class SqlStore(ABC):
 
     def in_transaction(self) -> bool:
         return compat.in_transaction(self.connection)
+
+    def check_caller(self, call: str) -> None:
+        connection = self.connection
+        if self.in_transaction() and not connection.in_atomic_block:
+            raise OpenTransactionError(
+                call,
+                "autocommit is off and no atomic block is open, so there is no commit to wait for",
+                "Use transaction.atomic().",
+            )
+        if not self.in_transaction() and (other := compat.other_transaction(self.alias)):
+            logger.warning(
+                "%s inside a transaction on database %r only: it is not part of that transaction, since the "
+                "log is on %r",
+                call,
+                other,
+                self.alias,
+            )
 
     def in_testcase(self) -> bool:
         return compat.in_testcase(self.connection)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +11,15 @@ from loom_django import conf, definitions
 from loom_django.engine.core import Engine, NoKeeper
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.kernel.fold import fold
-from loom_django.kernel.projection import project
+from loom_django.kernel.projection import Projection, project
 from loom_django.kernel.state import ExecutionState
+from loom_django.models import Execution
 from loom_django.runtime import Handle, Loom
 from loom_django.services.recovery import Summary, recover_abandoned
 from loom_django.services.timers import TimerService
+from loom_django.services.verify import columns
 from loom_django.stores import store_for
+from loom_django.stores.base import Commit
 from loom_django.stores.memory import MemoryStore
 
 
@@ -25,6 +29,7 @@ class World:
     def __init__(self, loom: Loom) -> None:
         self.loom = loom
         self.loom.engine.draw = lambda: 1.0
+        self.shifted = timedelta()
 
     @property
     def engine(self) -> Engine:
@@ -36,9 +41,14 @@ class World:
     def state(self, handle: Handle[Any] | str) -> ExecutionState:
         return self.loom.state(handle if isinstance(handle, str) else handle.id)
 
+    def shift(self, by: timedelta) -> None:
+        """Move the clock and serve nothing."""
+        self.engine.store.shift_clock(by)
+        self.shifted += by
+
     def advance(self, by: timedelta) -> None:
         """Move the clock and serve what became due, until nothing more is."""
-        self.engine.store.shift_clock(by)
+        self.shift(by)
         service = TimerService(self.engine, lambda: self.loom.dispatcher)
         while service.tick():
             pass
@@ -52,6 +62,25 @@ class World:
         assert [event.sequence for event in events] == list(range(1, len(events) + 1))
         for length in range(1, len(events) + 1):
             project(fold(events[:length]))
+
+
+def watch_projection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every append, whatever a test does: the row that landed is the fold of the log that landed."""
+    append = store.append
+
+    def checked(commit: Commit) -> None:
+        append(commit)
+        state = fold(store.read(commit.execution_id))
+        assert stored_projection(store, commit.execution_id) == columns(project(state))
+
+    monkeypatch.setattr(store, "append", checked)
+
+
+def stored_projection(store: Any, execution_id: str) -> dict[str, Any]:
+    if isinstance(store, MemoryStore):
+        return columns(store._tables.rows[execution_id].projection)
+    names = [field.name for field in fields(Projection)]
+    return dict(Execution.objects.using(store.alias).values(*names).get(pk=execution_id))
 
 
 @pytest.fixture(
@@ -71,10 +100,12 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     before = definitions._bound_runtime
     definitions.bind_runtime(lambda: loom)
     known = set(definitions.registry.highest())
-    yield World(loom)
+    made = World(loom)
+    watch_projection(store, monkeypatch)
+    yield made
     for flow_id in set(definitions.registry.highest()) - known:
         definitions.registry.forget(flow_id)
-    store.shift_clock(timedelta())
+    store.shift_clock(-made.shifted)
     definitions._bound_runtime = before
     conf._listeners.remove(loom.reset)
 

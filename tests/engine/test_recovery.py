@@ -41,7 +41,7 @@ def test_a_crash_at_each_point_of_a_step(
     crash_at("effect", point)
     body.using(execution_id="c1").start()
     assert world.recover().candidates == 0  # the lease has not ended: nobody may judge
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     assert world.recover().recovered == 1
     handle = world.loom.handle("c1")
     if idempotent is False and point in ("before-effect", "in-effect", "after-effect"):
@@ -70,11 +70,11 @@ def test_a_retry_fresh_verdict_has_a_new_key_that_survives_a_crash(
 
     crash_at("effect", "after-effect")
     body.using(execution_id="c1").start()
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     world.recover()
     crash_at("effect", "after-effect")
     world.loom.resolve("c1", "effect", "retry-fresh")
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     world.recover()
     assert seen == ["c1:effect", "c1:effect:r1"]
     world.loom.resolve("c1", "effect", "retry-fresh")
@@ -98,10 +98,10 @@ def test_attempts_count_crashes(world: World, crash_at: Callable[[str, str], Non
     crash_at("effect", "after-effect")
     body.using(execution_id="c1").start()
     for _ in range(2):
-        world.engine.store.shift_clock(PAST_THE_LEASE)
+        world.shift(PAST_THE_LEASE)
         crash_at("effect", "after-effect")
         world.recover()
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     world.recover()
     assert seen == [1, 2, 3, 4]
 
@@ -133,7 +133,7 @@ def test_a_zombie_can_append_nothing(world: World) -> None:
     assert inside.wait(20)
     lease = world.engine.store.held("z1")
     assert lease is not None
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     assert world.recover().recovered == 1
     before = world.kinds("z1")
     assert world.engine.store.renew([("z1", lease.token)], ttl=60) == set()
@@ -200,7 +200,7 @@ def test_one_bad_log_stops_nothing_but_itself(world: World, crash_at: Callable[[
         return load(execution_id, **options)
 
     world.engine.store.load = corrupt  # type: ignore[method-assign]
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     summary = world.recover()
     world.engine.store.load = load  # type: ignore[method-assign]
     assert (summary.candidates, summary.recovered, summary.failed) == (20, 18, 2)
@@ -224,10 +224,10 @@ def test_a_poisonous_execution_parks_for_an_operator(
     crash_at("effect", "in-effect")
     body.using(execution_id="p1").start()
     for _ in range(2):
-        world.engine.store.shift_clock(PAST_THE_LEASE)
+        world.shift(PAST_THE_LEASE)
         crash_at("effect", "in-effect")
         world.recover()
-    world.engine.store.shift_clock(PAST_THE_LEASE)
+    world.shift(PAST_THE_LEASE)
     assert world.recover().recovered == 1
     assert [wait.on for wait in world.loom.handle("p1").waits] == ["__loom_poisoned__"]
 
@@ -245,7 +245,7 @@ def test_a_ready_execution_that_nobody_took_is_found(world: World, monkeypatch: 
     world.loom.dispatcher = inline
     assert handle.status == Status.PENDING
     assert world.recover().recovered == 0
-    world.engine.store.shift_clock(timedelta(seconds=31))
+    world.shift(timedelta(seconds=31))
     assert world.recover().recovered == 1
     assert handle.result() == "ran"
 

@@ -82,9 +82,12 @@ def test_a_straight_run_of_n_steps_makes_n_plus_1_appends(
     appends: list[int] = []
     store = world.engine.store
     append = store.append
-    monkeypatch.setattr(
-        store, "append", lambda commit: (appends.append(len(commit.events)), append(commit))[1]
-    )
+
+    def counted(commit: Any) -> None:
+        appends.append(len(commit.events))
+        append(commit)
+
+    monkeypatch.setattr(store, "append", counted)
 
     @flow("t.appends", steps=[double])
     def body(ctx: FlowContext) -> int:
@@ -362,9 +365,12 @@ def test_a_non_idempotent_effect_of_unknown_fate_parks(world: World, raised: Bas
 
     # In a worker's thread, where SystemExit is a tool's own doing.
     started: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: (started.append(body.start()), world.engine.store.close_connections())
-    )
+
+    def start() -> None:
+        started.append(body.start())
+        world.engine.store.close_connections()
+
+    thread = threading.Thread(target=start)
     thread.start()
     thread.join()
     handle = started[0]
@@ -463,7 +469,7 @@ def test_a_forgotten_await_is_found_out(world: World) -> None:
 
     @flow("t.await", steps=[double])
     async def body(ctx: AsyncFlowContext) -> None:
-        ctx.run(double, 1)  # type: ignore[unused-awaitable]
+        ctx.run(double, 1)
         await ctx.run(double, 2)
 
     handle = body.start()

@@ -132,10 +132,14 @@ def test_emits_and_decisions_are_not_repeated_by_a_replay(world: World) -> None:
     """A note of the body is in the log once; a decision is computed once."""
     calls: list[int] = []
 
+    def read_flag() -> int:
+        calls.append(1)
+        return 41
+
     @flow("w.notes")
     def body(ctx: FlowContext) -> int:
         ctx.emit("stage", {"n": 1})
-        value = ctx.decide("flag", lambda: calls.append(1) or 41)
+        value = ctx.decide("flag", read_flag)
         ctx.suspend("Go")
         return value + 1
 
@@ -421,7 +425,9 @@ def test_a_swallowed_park_stops_at_the_next_call(world: World) -> None:
         lambda loom, body: body.using(deadline=datetime(2020, 1, 1)).start(1),
     ],
 )
-def test_a_bad_start_is_refused_and_leaves_nothing(world: World, start: Any) -> None:
+def test_a_bad_start_is_refused_and_leaves_nothing(
+    world: World, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unknown flow, wrong arguments, unencodable or too large input, an id that cannot be one."""
     body = approval_flow("w.nothing")
 
@@ -431,10 +437,14 @@ def test_a_bad_start_is_refused_and_leaves_nothing(world: World, start: Any) -> 
 
     appended: list[Any] = []
     append = world.engine.store.append
-    world.engine.store.append = lambda commit: (appended.append(commit), append(commit))[1]  # type: ignore[method-assign]
+
+    def counted(commit: Any) -> None:
+        appended.append(commit)
+        append(commit)
+
+    monkeypatch.setattr(world.engine.store, "append", counted)
     with pytest.raises(LoomError):
         start(world.loom, taking)
-    world.engine.store.append = append  # type: ignore[method-assign]
     assert appended == []
     assert body.id == "w.nothing"
 
