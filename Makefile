@@ -83,7 +83,7 @@ layers: $(VENV)/.has-dev
 	@$(BIN)/lint-imports
 
 migrations-check: $(VENV)/.has-dev
-	@DJANGO_SETTINGS_MODULE=tests.settings LOOM_TEST_DATABASE=sqlite LOOM_TEST_SQLITE_PATH=:memory: \
+	@DJANGO_SETTINGS_MODULE=tests.settings LOOM_TEST_DATABASE=sqlite LOOM_TEST_SQLITE_PATH=$(VENV)/unused.sqlite3 \
 	    $(BIN)/python -m django makemigrations --check --dry-run
 
 docs: $(VENV)/.has-dev
