@@ -46,7 +46,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("execution_id", loom_django.fields.IdField(max_length=255, verbose_name="execution id")),
-                ("sequence", models.PositiveBigIntegerField(verbose_name="sequence")),
+                ("sequence", models.BigIntegerField(verbose_name="sequence")),
                 ("kind", models.CharField(max_length=255, verbose_name="kind")),
                 ("payload", loom_django.fields.EncodedField(verbose_name="payload")),
                 ("fence", models.BigIntegerField(blank=True, null=True, verbose_name="fence")),
@@ -100,7 +100,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("flow_id", models.CharField(max_length=255, verbose_name="flow")),
-                ("version", models.PositiveIntegerField(default=1, verbose_name="version")),
+                ("version", models.IntegerField(default=1, verbose_name="version")),
                 (
                     "status",
                     models.CharField(
@@ -117,7 +117,7 @@ class Migration(migrations.Migration):
                         verbose_name="status",
                     ),
                 ),
-                ("last_sequence", models.PositiveBigIntegerField(verbose_name="last sequence")),
+                ("last_sequence", models.BigIntegerField(verbose_name="last sequence")),
                 (
                     "flow_hash",
                     models.CharField(blank=True, default="", max_length=80, verbose_name="flow hash"),
@@ -131,7 +131,7 @@ class Migration(migrations.Migration):
                 ("finished_at", models.DateTimeField(blank=True, null=True, verbose_name="finished")),
                 ("scheduled_at", models.DateTimeField(blank=True, null=True, verbose_name="occurrence")),
                 ("current_step", models.TextField(blank=True, default="", verbose_name="current step")),
-                ("in_doubt", models.PositiveIntegerField(default=0, verbose_name="effects in doubt")),
+                ("in_doubt", models.IntegerField(default=0, verbose_name="effects in doubt")),
                 ("waits", loom_django.fields.EncodedField(default="[]", verbose_name="waits")),
                 (
                     "waiting_on",
@@ -208,11 +208,6 @@ class Migration(migrations.Migration):
                     models.Index(fields=["status", "-created_at"], name="loom_execution_by_status"),
                     models.Index(fields=["flow_id", "-created_at"], name="loom_execution_by_flow"),
                     models.Index(
-                        condition=models.Q(("status__in", ["PENDING", "RUNNING", "SUSPENDED"])),
-                        fields=["flow_id", "version"],
-                        name="loom_execution_live",
-                    ),
-                    models.Index(
                         condition=models.Q(("subject_type", ""), _negated=True),
                         fields=["subject_type", "subject_id"],
                         name="loom_execution_subject",
@@ -229,23 +224,6 @@ class Migration(migrations.Migration):
                     ),
                 ],
                 "constraints": [
-                    models.CheckConstraint(
-                        condition=models.Q(
-                            (
-                                "status__in",
-                                [
-                                    "PENDING",
-                                    "RUNNING",
-                                    "SUSPENDED",
-                                    "COMPLETED",
-                                    "FAILED",
-                                    "CANCELLED",
-                                    "CONTINUED",
-                                ],
-                            )
-                        ),
-                        name="loom_execution_status",
-                    ),
                     models.CheckConstraint(
                         condition=models.Q(
                             models.Q(
@@ -265,7 +243,10 @@ class Migration(migrations.Migration):
                                 ),
                             ),
                             models.Q(
-                                models.Q(("status__in", ["PENDING", "RUNNING"]), _negated=True),
+                                (
+                                    "status__in",
+                                    ["SUSPENDED", "COMPLETED", "FAILED", "CANCELLED", "CONTINUED"],
+                                ),
                                 ("lease_token__isnull", True),
                                 ("lease_until__isnull", True),
                                 ("ready_at__isnull", True),
@@ -273,7 +254,7 @@ class Migration(migrations.Migration):
                             _connector="OR",
                         ),
                         name="loom_execution_one_of_four",
-                    ),
+                    )
                 ],
             },
         ),
@@ -335,16 +316,13 @@ class Migration(migrations.Migration):
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 ("execution_id", loom_django.fields.IdField(max_length=255, verbose_name="execution id")),
                 ("wake_at", models.DateTimeField(verbose_name="wake at")),
-                (
-                    "redrive",
-                    models.PositiveSmallIntegerField(blank=True, null=True, verbose_name="re-drive attempt"),
-                ),
+                ("redrive", models.SmallIntegerField(blank=True, null=True, verbose_name="re-drive attempt")),
                 (
                     "deadline",
                     models.BooleanField(db_default=False, default=False, verbose_name="is a deadline"),
                 ),
                 ("not_before", models.DateTimeField(blank=True, null=True, verbose_name="not before")),
-                ("tries", models.PositiveIntegerField(db_default=0, default=0, verbose_name="tries")),
+                ("tries", models.IntegerField(db_default=0, default=0, verbose_name="tries")),
             ],
             options={
                 "verbose_name": "timer",

@@ -1,0 +1,401 @@
+"""PostgreSQL's append: one statement for any number of commits, made of the parts that these commits need.
+
+Its one parameter is a JSON array of flat objects; ``k`` says what each of them is:
+
+    c  a commit: what it presents to the guard, who owns the execution then, and (``line``) its row
+    e  an event     t  a timer row     o  a wake time whose plain rows go (without one: all rows)
+    m  a message that is taken     w  an execution that is woken
+
+Payloads travel as strings: the server unwraps each once, as it was written byte by byte, and takes any JSON;
+nested ones would be parsed at every look, and refused for an escape that no text of PostgreSQL's can hold.
+
+The planner takes ``k = 'c'`` for one row in two hundred, so it expects one row of each kind. That is wanted:
+it goes into every table by its index then, whatever size the table had when the statement was planned.
+
+Each part reads from the part before it, since only data dependency orders the writes of one statement: fence
+rows, events, execution rows, timer rows, messages, each in order of id.
+
+No ON CONFLICT DO NOTHING for events: it would let a commit of several land in part. A rival's write makes the
+statement fail as a whole, and who wrote the sequence is read afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cache
+from typing import Any, Final
+
+from loom_django.kernel.events import is_answering
+from loom_django.stores.base import Commit
+from loom_django.stores.sql import UPSERT_TIMER, dumps, row_of, timer_row, timers_off
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a batch needs; each combination is a text that the server prepares once.
+
+    ``lock``: an event answers or ends a park, so the fence rows are locked: an acquirer sees the answer, or
+    the answer is refused. NO KEY UPDATE and not SHARE: two who share a row would wait for each other when
+    each goes on to write it. ``fences``: fence rows are written. ``groups``: commits that land together.
+    ``owners``: somebody else is to run an execution then. ``fresh``: some are starts.
+    """
+
+    lock: bool = False
+    fresh: bool = False
+    fences: bool = False
+    groups: bool = False
+    owners: bool = False
+    timers: bool = False
+    timers_off: bool = False
+    messages: bool = False
+    shift: bool = False
+
+
+def parts_of(commits: Sequence[Commit], shift: timedelta) -> Parts:
+    members = [member for commit in commits for member in (commit, *commit.also)]
+    woken = any(member.wake for member in members)
+    fences = woken or any(member.parks for member in members)
+    return Parts(
+        lock=fences or any(_answers(member) for member in members),
+        fresh=any(member.new is not None for member in members),
+        fences=fences,
+        groups=len(members) > len(commits),
+        owners=any(member.ownership.mode != "keep" for member in members),
+        timers=woken or any(member.timers for member in members),
+        timers_off=any(member.timers_off != () for member in members),
+        messages=any(member.messages for member in members),
+        shift=bool(shift),
+    )
+
+
+def _answers(commit: Commit) -> bool:
+    return any(is_answering(event.kind, event.is_kernel) for event in commit.events)
+
+
+# The columns of loom_execution that log and start tell: their types, and for those that the start decides for
+# good, what stands there for a log that has lost its row. JSON in JSON is a string, like a payload.
+_TOLD: Final = {
+    "flow_id": "text",
+    "version": "integer",
+    "status": "text",
+    "last_sequence": "bigint",
+    "flow_hash": "text",
+    "code_hash": "text",
+    "created_at": "timestamptz",
+    "updated_at": "timestamptz",
+    "finished_at": "timestamptz",
+    "current_step": "text",
+    "in_doubt": "integer",
+    "waits": "json",
+    "waiting_on": "text",
+    "error_type": "text",
+    "error_message": "text",
+}
+_DECIDED: Final = {
+    "queue": ("text", "'default'"),
+    "priority": ("integer", "0"),
+    "not_before": ("timestamptz", "null::timestamptz"),
+    "deadline": ("timestamptz", "null::timestamptz"),
+    "parent_id": ("text", "null"),
+    "chain": ("text", "l.id"),
+    "subject_type": ("text", "''"),
+    "subject_id": ("text", "''"),
+    "attributes": ("jsonb", "'{}'::jsonb"),
+    "scheduled_at": ("timestamptz", "null::timestamptz"),
+}
+_COLUMNS: Final = ", ".join([*_TOLD, *_DECIDED])
+_UPDATES: Final = ", ".join(f"{name} = excluded.{name}" for name in _TOLD)
+
+
+@cache
+def text_of(parts: Parts) -> str:
+    """The statement of these parts."""
+    steps = ["d as materialized (select * from json_to_recordset($1::json) as d(" + _record(parts) + "))"]
+    steps += _guard_with_fences(parts) if parts.fences else _guard(parts)
+    steps += [_LOGGED, _told(parts)]
+    done = "told"
+    if parts.timers:
+        steps.append(_owed(parts))
+        done = "owed"
+    if parts.timers_off:
+        steps.append(_DROPPED.format(done=done))
+        done = "dropped"
+    if parts.messages:
+        steps.append(_TAKEN.format(done=done))
+    return " ".join(f"with {', '.join(steps)} select id from landing".split())
+
+
+def _record(parts: Parts) -> str:
+    columns = [
+        "k text, id text, seq bigint, fence bigint, free boolean, fresh boolean, line json",
+        "kind text, body text, writer bigint, kernel boolean",
+    ]
+    if parts.groups:
+        columns.append("g integer, size integer")
+    if parts.fences:
+        columns.append("parks boolean, wakes bigint, wakes_of text")
+    if parts.owners:
+        columns.append("mode text, owner text, token bigint, ttl float8")
+    if parts.owners or parts.timers or parts.timers_off:
+        columns.append("at timestamptz")
+    if parts.fences or parts.timers:
+        columns.append("other text")
+    if parts.timers:
+        columns.append("redrive smallint, deadline boolean, not_before timestamptz, tries integer")
+    if parts.messages or parts.shift:
+        columns.append("number bigint")
+    return ", ".join(columns)
+
+
+def _now(parts: Parts) -> str:
+    shift = " + (select number from d where k = 's') * interval '1 microsecond'" if parts.shift else ""
+    return f"(select clock_timestamp(){shift}) as now"
+
+
+# Behind the last event there is none, and the one before the first is there: one probe of the index.
+_FOLLOWS: Final = """
+    c.seq - 1 = coalesce((select max(e.sequence) from loom_event e where e.execution_id = c.id), 0)
+"""
+_PRESENTED: Final = "(c.free or coalesce(own.token, 0) = 0 or own.token = c.fence)"
+
+
+def _look(parts: Parts) -> str:
+    # `limit 1` keeps the planner from turning a look without a lock into a join that reads the whole table.
+    return "for no key update" if parts.lock else "limit 1"
+
+
+def _guard(parts: Parts) -> list[str]:
+    """No fence row is written. A start that finds a token is not let through: it is sent again with fences."""
+    name = "fit" if parts.groups else "landing"
+    fit = f"""{name} as materialized (
+        select c.*, {_now(parts)}
+        from (select * from d where k = 'c' order by id) c left join lateral (
+            select token from loom_fence where execution_id = c.id {_look(parts)}
+        ) own on true
+        where {_PRESENTED} and (not c.fresh or coalesce(own.token, 0) = 0) and {_FOLLOWS}
+    )"""
+    return [fit, _whole("landing", "fit")] if parts.groups else [fit]
+
+
+def _whole(name: str, source: str, condition: str = "") -> str:
+    """Of commits that land together none is left if one has gone."""
+    return f"""{name} as materialized (
+        select * from (
+            select {source}.*, count(*) over (partition by g) as {name}_met from {source} {condition}
+        ) whole where {name}_met = size
+    )"""
+
+
+def _guard_with_fences(parts: Parts) -> list[str]:
+    """Rows that are there are read under their locks, all in one go in order of id; what a lock waited for is
+    seen. One that is not there is made, and if somebody else made it meanwhile, it must still be untouched:
+    a wake or an acquire that the look did not see refuses the park.
+    """
+    made = """
+        cross join (select count(*) from fenced) done where not parks or (
+            (not unfenced or id in (select execution_id from fenced))
+            and (not unseen or wakes_of in (select execution_id from fenced))
+        )
+    """
+    locked = f"""locked as materialized (
+        select ids.id, f.token, f.wakes from (
+            select id from d where k = 'c'
+            union select wakes_of from d where k = 'c' and parks
+            union select other from d where k = 'w'
+            order by 1
+        ) ids left join lateral (
+            select token, wakes from loom_fence where execution_id = ids.id {_look(parts)}
+        ) f on true
+    )"""
+    fit = f"""fit as materialized (
+        select c.*, own.token as held, own.token is null as unfenced, seen.token is null as unseen, {_now(parts)}
+        from d c join locked own on own.id = c.id left join locked seen on seen.id = c.wakes_of
+        where c.k = 'c' and {_PRESENTED} and {_FOLLOWS}
+        and (c.wakes is null or c.wakes = coalesce(seen.wakes, 0))
+    )"""
+    if parts.groups:
+        return [
+            locked,
+            fit,
+            _whole("whole", "fit"),
+            _FENCED.format("whole"),
+            _whole("landing", "whole", made),
+        ]
+    landing = f"landing as materialized (select fit.* from fit {made})"
+    return [locked, fit, _FENCED.format("fit"), landing]
+
+
+_FENCED: Final = """fenced as (
+    insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+    select id, max(moves), sum(wakes), 0, 0 from (
+        select id, 0 as moves, 0 as wakes from {0} where parks and unfenced
+        union all select wakes_of, 0, 0 from {0} where parks and unseen
+        union all select id, 1, 0 from {0} where fresh and held > 0
+        union all select d.other, 0, 1 from d join {0} on {0}.id = d.id where d.k = 'w'
+    ) f group by id order by id
+    on conflict (execution_id) do update set
+        token = loom_fence.token + excluded.token,
+        wakes = loom_fence.wakes + excluded.wakes,
+        recoveries = case when excluded.token > 0 then 0 else loom_fence.recoveries end,
+        recovered_sequence = case when excluded.token > 0 then 0 else loom_fence.recovered_sequence end
+    where excluded.token > 0 or excluded.wakes > 0 or (loom_fence.token = 0 and loom_fence.wakes = 0)
+    returning execution_id
+)"""
+
+_LOGGED: Final = """logged as (
+    insert into loom_event (
+        execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at
+    )
+    select d.id, d.seq, d.kind, d.body::json, d.fence, d.writer, d.kernel, l.now
+    from d join landing l on l.id = d.id where d.k = 'e' order by d.id, d.seq
+    returning sequence
+)"""
+
+
+def _told(parts: Parts) -> str:
+    """The projection, by an upsert and not an update: that goes by the key and in order, whatever the plan.
+
+    What it would insert must satisfy the constraint of one of four, though in nearly every case it updates.
+    """
+    kept = "case when r.status in ('PENDING', 'RUNNING') then l.now end"
+    own, owners = f"{kept}, '', null, null", ""
+    if parts.owners:
+        own = f"""
+            case l.mode when 'ready' then coalesce(l.at, l.now) when 'keep' then {kept} end,
+            coalesce(l.owner, ''), l.token, l.now + l.ttl * interval '1 second'
+        """
+        columns = ["ready_at", "lease_owner", "lease_token", "lease_until"]
+        cases = [
+            f"case l.mode when 'keep' then loom_execution.{column} else excluded.{column} end"
+            for column in columns
+        ]
+        owners = f""",
+            ({", ".join(columns)}) = (select {", ".join(cases)} from landing l where l.id = excluded.id)
+        """
+    decided = {
+        name: f"coalesce(r.{name}::{kind}, {otherwise})" if parts.fresh else otherwise
+        for name, (kind, otherwise) in _DECIDED.items()
+    }
+    values = [f"r.{name}::{kind}" for name, kind in _TOLD.items()] + list(decided.values())
+    sent = _TOLD | {name: kind for name, (kind, _) in _DECIDED.items() if parts.fresh}
+    line = [f"{name} {'text' if kind in ('json', 'jsonb') else kind}" for name, kind in sent.items()]
+    return f"""told as (
+        insert into loom_execution (id, {_COLUMNS}, ready_at, lease_owner, lease_token, lease_until)
+        select l.id, {", ".join(values)}, {own}
+        from landing l cross join lateral json_to_record(l.line) as r({", ".join(line)})
+        cross join (select count(*) from logged) done
+        order by l.id
+        on conflict (id) do update set {_UPDATES}{owners}
+        returning id
+    )"""
+
+
+def _owed(parts: Parts) -> str:
+    woken = """
+        union all select d.other, l.now, 0, false, null, 0
+        from d join landing l on l.id = d.id where d.k = 'w'
+    """
+    return f"""owed as (
+        insert into loom_timer (execution_id, wake_at, redrive, deadline, not_before, tries)
+        select execution_id, wake_at, max(redrive), bool_or(deadline), min(not_before), max(tries) from (
+            select d.other as execution_id, d.at as wake_at, d.redrive, d.deadline, d.not_before, d.tries
+            from d join landing l on l.id = d.id where d.k = 't'
+            {woken if parts.fences else ""}
+        ) t cross join (select count(*) from told) done
+        group by 1, 2 order by 1, 2
+        {UPSERT_TIMER}
+        returning id
+    )"""
+
+
+_DROPPED: Final = """dropped as (
+    delete from loom_timer t using (
+        select d.id, d.at from d join landing l on l.id = d.id cross join (select count(*) from {done}) done
+        where d.k = 'o'
+    ) o
+    where t.execution_id = o.id
+    and (o.at is null or (t.wake_at = o.at and t.redrive is null and not t.deadline))
+    returning t.id
+)"""
+
+_TAKEN: Final = """taken as (
+    update loom_message m set taken = true from (
+        select d.number from d join landing l on l.id = d.id cross join (select count(*) from {done}) done
+        where d.k = 'm'
+    ) t
+    where m.number = t.number
+    returning m.number
+)"""
+
+
+def document(commits: Sequence[Commit], shift: timedelta) -> str:
+    """The statement's one parameter."""
+    rows: list[dict[str, Any]] = []
+    if shift:
+        rows.append({"k": "s", "number": shift // timedelta(microseconds=1)})
+    for group, commit in enumerate(commits):
+        members = (commit, *commit.also)
+        for member in members:
+            rows.append(_commit_row(member, group, len(members)))
+            rows.extend(_event_rows(member))
+            rows.extend(_other_rows(member))
+    return dumps(rows)
+
+
+def _commit_row(commit: Commit, group: int, size: int) -> dict[str, Any]:
+    own = commit.ownership
+    row = {
+        "k": "c",
+        "id": commit.execution_id,
+        "g": group,
+        "size": size,
+        "seq": commit.first_sequence,
+        "fence": commit.fence,
+        "free": commit.unguarded,
+        "fresh": commit.new is not None,
+        "mode": own.mode,
+        "line": {name: _plain(value) for name, value in row_of(commit).items() if value is not None},
+    }
+    if commit.parks:
+        row |= {"parks": True, "wakes": commit.wakes, "wakes_of": commit.wakes_of or commit.execution_id}
+    else:
+        row["parks"] = False
+    if own.mode == "held":
+        row |= {"owner": own.owner, "token": own.token, "ttl": own.ttl}
+    elif own.at is not None:
+        row["at"] = own.at.isoformat()
+    return row
+
+
+def _event_rows(commit: Commit) -> Iterator[dict[str, Any]]:
+    for event in commit.events:
+        yield {
+            "k": "e",
+            "id": commit.execution_id,
+            "seq": event.sequence,
+            "kind": str(event.kind),
+            "body": event.body,
+            "fence": event.fence,
+            "writer": event.writer,
+            "kernel": event.is_kernel,
+        }
+
+
+def _other_rows(commit: Commit) -> Iterator[dict[str, Any]]:
+    key = commit.execution_id
+    for timer in commit.timers:
+        columns = {name: _plain(value) for name, value in timer_row(timer).items()}
+        yield {"k": "t", "id": key, "other": timer.execution_id, "at": columns.pop("wake_at"), **columns}
+    off = timers_off(commit)
+    if off is None:
+        yield {"k": "o", "id": key}
+    else:
+        yield from ({"k": "o", "id": key, "at": wake_at.isoformat()} for wake_at in off)
+    yield from ({"k": "m", "id": key, "number": number} for number in commit.messages)
+    yield from ({"k": "w", "id": key, "other": woken} for woken in commit.wake)
+
+
+def _plain(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else value
