@@ -1,0 +1,47 @@
+"""For the tests of projects that use loom_django, and for those who write a store of their own.
+
+``harness()`` drives flows in a test, ``crash_sweep`` crashes them at every point, ``run_tool`` runs one tool
+alone, ``override_loom`` changes settings. pytest has the fixture ``loom_harness``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from loom_django.testing.crashes import SweepReport, SweptPoint, crash_sweep
+    from loom_django.testing.determinism import NonDeterminismError
+    from loom_django.testing.harnessing import Call, Doubt, Harness, harness
+    from loom_django.testing.settings import override_loom
+    from loom_django.testing.tools import arun_tool, run_tool
+
+__all__ = [
+    "Call",
+    "Doubt",
+    "Harness",
+    "NonDeterminismError",
+    "SweepReport",
+    "SweptPoint",
+    "arun_tool",
+    "crash_sweep",
+    "harness",
+    "override_loom",
+    "run_tool",
+]
+
+# Loaded when asked for: pytest imports this package at its start, for the fixture, before there are settings.
+_PLACES: Final = {
+    "crashes": ["SweepReport", "SweptPoint", "crash_sweep"],
+    "determinism": ["NonDeterminismError"],
+    "harnessing": ["Call", "Doubt", "Harness", "harness"],
+    "settings": ["override_loom"],
+    "tools": ["arun_tool", "run_tool"],
+}
+
+
+def __getattr__(name: str) -> Any:
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{place}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,232 @@
+"""A log is played again against its body, and the body must ask for what the log holds.
+
+Every resume runs a body again from its top, so a body that reads a clock, chance, a setting or a row asks for
+other steps, or with other arguments, than those recorded. The harness finds that out at the first park of the
+first test. Nothing is written and no tool is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from loom_django.definitions import Flow, Tool
+from loom_django.engine import run as engine_run
+from loom_django.engine import steps
+from loom_django.engine.body import Body, source_line
+from loom_django.engine.context import AsyncFlowContext, FlowContext
+from loom_django.engine.core import Engine
+from loom_django.engine.drive import AsyncDriver, Driver, Steps, SyncDriver
+from loom_django.engine.journal import Journal
+from loom_django.engine.unwind import Why
+from loom_django.kernel import codec
+from loom_django.kernel.events import Event, Kind
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.state import Wait
+
+WAY_OUT = (
+    "A body must ask for the same each time it is run: read clocks, chance, settings and rows in a tool, or by "
+    "ctx.now(), ctx.random(), ctx.uuid4() and ctx.decide()."
+)
+
+
+class NonDeterminismError(AssertionError):
+    """A replay of an execution does not ask for what its log holds.
+
+    Attributes:
+        execution_id, flow_id: of the execution.
+        step_id: the step that differs; None if it is a wait, a decision or the end that does.
+        recorded, replayed: what the log holds and what the replay asked for, as text.
+    """
+
+    def __init__(
+        self, execution_id: str, flow_id: str, step_id: str | None, recorded: str, replayed: str
+    ) -> None:
+        self.execution_id = execution_id
+        self.flow_id = flow_id
+        self.step_id = step_id
+        self.recorded = recorded
+        self.replayed = replayed
+        super().__init__(
+            f"execution {execution_id!r} of flow {flow_id!r} does not replay.\n"
+            f"  recorded: {recorded}\n"
+            f"  replayed: {replayed}\n"
+            f"{WAY_OUT}"
+        )
+
+
+def check_replay(engine: Engine, execution_id: str) -> None:
+    """Play the log of an execution whose body has just parked or ended against that body.
+
+    Raises:
+        NonDeterminismError: the body asks for something else than the log holds.
+    """
+    events = _until_last_stop(engine.store.read(execution_id))
+    if not events:
+        return
+    fold = Fold()
+    for event in events:
+        fold.apply(event)
+    flow = engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
+    if flow is not None:
+        _Replay(engine, Journal(engine, fold, fence=None, writer=0), flow, events[-1]).play()
+
+
+def _until_last_stop(events: list[Event]) -> list[Event]:
+    """The log up to where a body last stopped: a park, or the end."""
+    stops = (Kind.EXECUTION_SUSPENDED, Kind.EXECUTION_COMPLETED, Kind.EXECUTION_FAILED)
+    last = max((place for place, event in enumerate(events) if event.kind in stops), default=-1)
+    return events[: last + 1]
+
+
+class _Replay(Body):
+    """A body run that is served from the log alone and writes nothing."""
+
+    def __init__(self, engine: Engine, journal: Journal, flow: Flow[..., Any], stop: Event) -> None:
+        kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
+        super().__init__(engine, journal, flow, kind(close_connections=lambda: None, one_thread=True))
+        parked = stop.kind == Kind.EXECUTION_SUSPENDED and stop.data.get("reason") != "error"
+        self.stop = stop
+        self.expected: list[Mapping[str, Any]] = stop.data["waits"] if parked else []
+        self.divergence: NonDeterminismError | None = None
+        self.asked: set[str] = set()
+
+    def play(self) -> None:
+        raised = self._body_ends()
+        parked = self.sealed is not None and self.sealed.why is Why.PARKED
+        if self.divergence is None and not parked:
+            self._check_end(self.misuse or raised)
+        if self.divergence is None:
+            self._check_nothing_left()
+        if self.divergence is not None:
+            raise self.divergence
+
+    def _body_ends(self) -> BaseException | None:
+        context: Any = AsyncFlowContext(self) if self.flow.is_async else FlowContext(self)
+        args, kwargs = self.flow.unbind(codec.decode(self.journal.fold.input))
+        driver: Any = self.driver
+        try:
+            with _counted_as_body():
+                driver.run_body(lambda: self.flow.func(context, *args, **kwargs))
+        except BaseException as exc:
+            if isinstance(exc, KeyboardInterrupt):
+                raise
+            return exc
+        return None
+
+    def _check_end(self, raised: BaseException | None) -> None:
+        ended = "the end of the flow" if raised is None else f"{type(raised).__name__}: {raised}"
+        if self.expected:
+            self._differs(None, f"a wait for {_waits(self.expected)}", ended)
+        elif raised is not None and self.stop.kind == Kind.EXECUTION_COMPLETED:
+            self._differs(None, "the end of the flow", ended)
+
+    def _check_nothing_left(self) -> None:
+        for step_id, frame in self.journal.fold.frames.items():
+            if step_id not in self.asked:
+                self._differs(step_id, _shown(step_id, frame.args), "the step is not asked for")
+                return
+
+    # What a body asks for.
+
+    @property
+    def is_replaying(self) -> bool:
+        return True
+
+    def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        self.enter("run")
+        return (yield from self._again(steps.id_for(self, tool), tool, args, kwargs))
+
+    def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        self.enter("run_step")
+        tool = steps.tool_of(self, step_id)
+        self.ask(step_id, "by its id")
+        return (yield from self._again(step_id, tool, args, kwargs))
+
+    def _again(
+        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Steps[Any]:
+        given = json.loads(steps._encode_arguments(self, step_id, tool, args, kwargs))
+        frame = self.journal.fold.frames.get(step_id)
+        self.asked.add(step_id)
+        if frame is None:
+            self._leave(step_id, self._not_asked_yet(), f"{_shown(step_id, given)} at {source_line()}")
+        if json.dumps(frame.args) != json.dumps(given):
+            self._leave(step_id, _shown(step_id, frame.args), f"{_shown(step_id, given)} at {source_line()}")
+        if not frame.settled:
+            self._stop_at(step_id, f"step {step_id!r}", lambda wait: wait["key"] == step_id)
+        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+
+    def _not_asked_yet(self) -> str:
+        left = [
+            _shown(name, frame.args)
+            for name, frame in self.journal.fold.frames.items()
+            if name not in self.asked
+        ]
+        return left[0] if left else f"no step, but {self._last()}"
+
+    def _last(self) -> str:
+        return f"a wait for {_waits(self.expected)}" if self.expected else "the end of the flow"
+
+    def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
+        if decision_id not in self.journal.fold.decisions:
+            self.enter("decide")
+            self._leave(None, "no such decision", f"decision {decision_id!r} at {source_line()}")
+        return (yield from super().decide(decision_id, decider))
+
+    def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
+        if note not in self.journal.fold.noted:
+            self._leave(None, "no such event", f"{kind} at {source_line()}")
+
+    def _wakes(self) -> int:
+        return 0
+
+    def _take_message(self, wait_id: str, name: str) -> bool:
+        return False  # one may have come since the park
+
+    def park(self, reason: str, waits: list[Wait], **how: Any) -> None:
+        [wait] = waits
+        on = f"a wait for {wait.correlation_key or wait.on}"
+        self._stop_at(None, on, lambda expected: expected["id"] == wait.id)
+
+    # Ways out.
+
+    def _stop_at(self, step_id: str | None, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> NoReturn:
+        if not any(fits(wait) for wait in self.expected):
+            self._leave(step_id, self._last(), f"{what} at {source_line()}")
+        raise self.seal(Why.PARKED)
+
+    def _leave(self, step_id: str | None, recorded: str, replayed: str) -> NoReturn:
+        self._differs(step_id, recorded, replayed)
+        raise self.seal(Why.LOST, self.divergence)
+
+    def _differs(self, step_id: str | None, recorded: str, replayed: str) -> None:
+        if self.divergence is None:
+            self.divergence = NonDeterminismError(
+                self.execution_id, self.flow.id, step_id, recorded, replayed
+            )
+
+
+@contextmanager
+def _counted_as_body() -> Iterator[None]:
+    """What is refused in a body is refused in its replay."""
+    current = engine_run._current
+    current.depth = getattr(current, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        current.depth -= 1
+
+
+def _waits(waits: list[Mapping[str, Any]]) -> str:
+    return ", ".join(str(wait.get("key") or wait["on"]) for wait in waits)
+
+
+def _shown(step_id: str, tree: Any) -> str:
+    """A step with its arguments, as it would be called."""
+    given = codec.decode(tree)
+    arguments = [repr(value) for value in given["args"]]
+    arguments += [f"{name}={value!r}" for name, value in given["kwargs"].items()]
+    return f"step {step_id}({', '.join(arguments)})"
