@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def new_order() -> Order:
 def test_a_rolled_back_start_leaves_nothing_and_runs_nothing(world: World) -> None:
     """The execution exists if and only if the order does."""
     body = paying_flow("x.rollback")
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
+    with suppress(ZeroDivisionError), transaction.atomic():
         order = new_order()
         body.using(execution_id="gone").start(order.pk)
         raise ZeroDivisionError
@@ -88,7 +89,7 @@ def test_an_answer_joins_the_callers_transaction(world: World) -> None:
         return ctx.suspend("Go")
 
     handle = body.start()
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
+    with suppress(ZeroDivisionError), transaction.atomic():
         world.loom.resume(handle.id, event_type="Go", payload=1)
         raise ZeroDivisionError
     assert handle.status == Status.SUSPENDED
@@ -107,7 +108,7 @@ def test_a_message_joins_the_callers_transaction(world: World) -> None:
         return ctx.receive("m")
 
     handle = body.start()
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
+    with suppress(ZeroDivisionError), transaction.atomic():
         world.loom.send(handle.id, "m", 1)
         raise ZeroDivisionError
     with transaction.atomic():
@@ -124,7 +125,7 @@ def test_a_cancel_joins_the_callers_transaction(world: World) -> None:
         return ctx.suspend("Go")
 
     handle = body.start()
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
+    with suppress(ZeroDivisionError), transaction.atomic():
         world.loom.cancel(handle.id)
         raise ZeroDivisionError
     assert handle.status == Status.SUSPENDED
@@ -305,7 +306,7 @@ def test_signals_are_sent_after_the_commit_and_robustly(
     signals.execution_started.connect(hear)
     signals.execution_completed.connect(hear)
     try:
-        with pytest.raises(ZeroDivisionError), transaction.atomic():
+        with suppress(ZeroDivisionError), transaction.atomic():
             body.start(1)
             raise ZeroDivisionError
         assert heard == []

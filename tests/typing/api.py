@@ -1,0 +1,78 @@
+"""What a type checker must accept and refuse. Never run: `make types` reads it, and an error that a line says is
+expected (``type: ignore[code]``) but does not come is an error itself."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any, assert_type
+
+from loom_django import (
+    AsyncFlowContext,
+    Flow,
+    FlowContext,
+    Handle,
+    RetryPolicy,
+    StepContext,
+    Tool,
+    flow,
+    loom,
+    tool,
+)
+
+
+@tool(idempotent=True, retry=RetryPolicy(max_attempts=5), timeout=30)
+def charge(ctx: StepContext, order_id: int, amount: Decimal) -> dict[str, Any]:
+    return {"key": ctx.idempotency_key}
+
+
+@tool
+async def fetch(ctx: StepContext, url: str) -> bytes:
+    return b""
+
+
+@tool(transactional=True)
+def mark(ctx: StepContext, order_id: int, *, by: str) -> None:
+    return None
+
+
+unwrapped: Tool[..., bytes] = fetch
+still_wrapped: Tool[..., int] = fetch  # type: ignore[assignment]
+
+
+@flow("typed.order", version=1, steps=[charge, mark])
+def order(ctx: FlowContext, order_id: int, amount: Decimal = Decimal(1)) -> str:
+    assert_type(ctx.run(charge, order_id, amount), dict[str, Any])
+    assert_type(ctx.run(charge.keyed("a"), order_id, amount), dict[str, Any])
+    assert_type(ctx.run(charge.named("rest"), order_id, amount), dict[str, Any])
+    assert_type(ctx.decide("flag", lambda: True), bool)
+    ctx.run(mark, order_id, by="anna")
+    ctx.run(charge, order_id)  # type: ignore[call-arg]
+    ctx.run(charge, order_id, "9.90")  # type: ignore[arg-type]
+    ctx.run(mark, order_id, "anna")  # type: ignore[call-arg]
+    charge(ctx, order_id, amount)  # type: ignore[operator]
+    ctx.sleep(timedelta(days=1))
+    return "done"
+
+
+@flow("typed.async", steps=[fetch])
+async def crawl(ctx: AsyncFlowContext, url: str) -> int:
+    assert_type(await ctx.run(fetch, url), bytes)
+    await ctx.sleep(5)
+    return 1
+
+
+def starts() -> None:
+    assert_type(order.start(1), Handle[str])
+    assert_type(order.using(execution_id="o1").start(1, Decimal(2)).result(), str)
+    assert_type(crawl.start("x"), Handle[int])
+    assert_type(order.handle("o1"), Handle[str])
+    order.start("1")  # type: ignore[arg-type]
+    order.start()  # type: ignore[call-arg]
+    order(1)  # type: ignore[operator]
+    loom.resolve("o1", "charge", "retry_fresh")  # type: ignore[arg-type]
+    loom.resolve("o1", "charge", "completed-with-result", output=None)
+
+
+result_of_order: Flow[..., str] = order
+not_its_result: Flow[..., int] = order  # type: ignore[assignment]
