@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import textwrap
 from collections import Counter
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -177,10 +177,11 @@ class Play:
 
     def recover(self) -> None:
         self.title("Another worker finds what the dead one left")
+        self.tell("This is all that is written of the execution:")
+        self._show_log([_fact(event) for event in loom.history(self.execution_id)])
         self.tell(
-            "What does the log say? That the transfer was begun, and nothing about how it ended. That row was written "
-            "before the bank was called; it is the only trace. Sending again might pay the seller twice, not sending "
-            "might never pay him. No program can know which. So it must not guess."
+            "The last row was written before the bank was called. How that call ended stands nowhere. Sending again "
+            "might pay the seller twice; not sending might never pay him. No program can know which, so none must guess."
         )
         worker = self._start_worker("worker 2")
         execution = self.patience.wait_for("the execution to be parked in doubt", self._in_doubt)
@@ -241,7 +242,7 @@ class Play:
         self._disturb()
         asleep = self.patience.wait_for("the flow to sleep", self._asleep)
         self.held_while_asleep = bool(asleep.lease_owner or asleep.lease_token)
-        self.sleep_until = _wake_time(asleep)
+        self.sleep_until = _wake_time(self.execution_id)
         self.tell(
             f"Then it sleeps for {NAP.seconds} seconds, until the return period is over (two weeks in real life). The "
             "sleep is a row in the database; no process holds it. Nobody would wake it now: the worker was told to "
@@ -262,7 +263,7 @@ class Play:
 
     def _asleep(self) -> Execution | None:
         execution = self._execution()
-        return execution if _wake_time(execution) or execution.is_finished else None
+        return execution if _wake_time(self.execution_id) or execution.is_finished else None
 
     # Judging.
 
@@ -272,7 +273,7 @@ class Play:
         self.title("What the provider really saw")
         self._show_requests(evidence)
         self.title("What the log says")
-        self.table(("no.", "event", "about"), [_line(fact) for fact in evidence.facts])
+        self._show_log(evidence.facts)
         self.title("What was promised")
         promises = check(evidence)
         for promise in promises:
@@ -280,6 +281,9 @@ class Play:
             if not promise.kept:
                 self._say(f"           {promise.fault}")
         return promises
+
+    def _show_log(self, facts: Sequence[Fact]) -> None:
+        self.table(("no.", "event", "about"), [_line(fact) for fact in facts])
 
     def _show_requests(self, evidence: Evidence) -> None:
         asked = Counter((seen.what, seen.key) for seen in evidence.requests)
@@ -328,10 +332,10 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _wake_time(execution: Execution) -> datetime | None:
-    """Until when it sleeps, by its own row; None if it does not."""
-    times = [wait["wake_at"] for wait in execution.pending_waits if wait["wake_at"] is not None]
-    return datetime.fromtimestamp(min(times) / 1_000_000, UTC) if times else None
+def _wake_time(execution_id: str) -> datetime | None:
+    """Until when an execution sleeps; None if it does not."""
+    times = [wait.wake_at for wait in loom.handle(execution_id).waits if wait.wake_at is not None]
+    return min(times, default=None)
 
 
 def _fact(event: Any) -> Fact:

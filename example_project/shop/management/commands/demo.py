@@ -54,7 +54,7 @@ class Command(BaseCommand):
             promises = self._play(folder, options)
         except StageError as exc:
             raise CommandError(
-                f"The demo could not be played to its end: {exc}\nIts files: {folder}"
+                f"The demo could not be played to its end: {exc}\nThe demo's files: {folder}"
             ) from exc
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -62,7 +62,9 @@ class Command(BaseCommand):
         broken = [promise for promise in promises if not promise.kept]
         if broken:
             words = "; ".join(f"{promise.words} ({promise.fault})" for promise in broken)
-            raise CommandError(f"{len(broken)} promises were not kept: {words}\nIts files: {folder}")
+            raise CommandError(
+                f"Not kept, {len(broken)} of {len(promises)}: {words}\nThe demo's files: {folder}"
+            )
         shutil.rmtree(folder, ignore_errors=True)
         self.stdout.write(CLOSING)
 
