@@ -92,6 +92,7 @@ def run_execution(
     flow = _flow_of(engine, journal, token)
     if flow is None:
         return Ended.REFUSED
+    engine.store.clock_offset()  # measured before facts are stamped in an event loop, where no query may be
     driver = _driver(engine, flow, stop)
     body = Body(engine, journal, flow, driver)
     engine.keeper.hold(execution_id, token, body.lose)

@@ -336,8 +336,9 @@ def _await_retry(body: Body, frame: Frame) -> Steps[None]:
     remaining = (frame.next_at - body.journal.stamp()) / 1_000_000
     if remaining <= 0:
         return
-    if remaining <= body.settings.IN_PROCESS_RETRY_LIMIT and not body.driver.one_thread:
-        yield Pause(remaining)
+    if remaining <= body.settings.IN_PROCESS_RETRY_LIMIT:
+        if not body.driver.one_thread:  # a TestCase does not wait for real
+            yield Pause(remaining)
         return
     wait = Wait(f"retry:{frame.step_id}:{frame.failures}", ON_RETRY, frame.step_id, frame.next_at)
     known = body.journal.fold.waits.get(wait.id)

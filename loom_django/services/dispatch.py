@@ -57,6 +57,7 @@ class InlineDispatcher:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.stop: threading.Event | None = None  # set by a loop that is to end: bodies are handed back
         self._local = threading.local()
 
     def ticket(self) -> Ticket:
@@ -90,7 +91,9 @@ class InlineDispatcher:
                 return
         fence = journal.fence if journal is not None else self.engine.store.fence(execution_id) or None
         run_logged(
-            lambda: run_execution(self.engine, execution_id, token=token, fence=fence, journal=journal),
+            lambda: run_execution(
+                self.engine, execution_id, token=token, fence=fence, journal=journal, stop=self.stop
+            ),
             execution_id,
         )
 

@@ -42,6 +42,7 @@ class LeaseKeeper:
         self._condition = threading.Condition()
         self._held: dict[str, _Held] = {}
         self._thread: threading.Thread | None = None
+        self.broken = False
 
     def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
         """Renew this lease from now on; ``on_lost`` is called, from another thread, when it is lost."""
@@ -68,21 +69,29 @@ class LeaseKeeper:
 
     def _keep(self) -> None:
         try:
-            while self._wait():
+            while self._wait_for_leases():
+                self._wait_for_renewal()
                 self.tick()
+        except BaseException:
+            self.broken = True  # a process whose leases are not renewed must not go on as if they were
+            log.exception("the thread that renews leases broke off")
         finally:
             self._store.close_connections()
 
-    def _wait(self) -> bool:
-        """Wait for the next renewal; False when there has been nothing to keep for a while."""
+    def _wait_for_leases(self) -> bool:
+        """True as soon as there is something to keep; False, the thread's end, after a while without."""
+        if not self.held():
+            self._store.close_connections()  # an idle process keeps no connection for this
         with self._condition:
-            if not self._held:
-                self._condition.wait(IDLE)
-            if not self._held:
-                self._thread = None
-                return False
-            self._condition.wait(self._settings().LEASE_RENEW_INTERVAL)
-            return True
+            if self._condition.wait_for(lambda: self._held, IDLE):
+                return True
+            self._thread = None
+            return False
+
+    def _wait_for_renewal(self) -> None:
+        """Let an interval pass; a lease that is taken meanwhile is fresh and changes nothing."""
+        with self._condition:
+            self._condition.wait_for(lambda: False, self._settings().LEASE_RENEW_INTERVAL)
 
     def tick(self) -> None:
         """Renew everything that is held once; tell those that were lost, or held too long."""

@@ -84,7 +84,9 @@ def recover_abandoned(
             "as an abandoned one. Pass leases=loom.store, or your own judgement"
         )
     if loom.engine.store.in_transaction():
-        raise OpenTransactionError("recovery", "each takeover must be durable by itself", "Run it after the block.")
+        raise OpenTransactionError(
+            "recovery", "each takeover must be durable by itself", "Run it after the block."
+        )
     run = _Pass(loom, fenced)
     if leases is None:
         run.all(loom.engine.store.leases(limit=limit), is_abandoned, forced=True)
@@ -240,7 +242,7 @@ class RecoveryService:
         self.recovered = 0
 
     def tick(self) -> bool:
-        """Run a pass if it is time; True if there may be more to recover at once."""
+        """Run a pass if it is time; True if it recovered any: there may be more, and those are to be run."""
         if self.clock() < self.next_at:
             return False
         engine = self.loom.engine
@@ -248,7 +250,6 @@ class RecoveryService:
         self.recovered += summary.recovered
         more = summary.candidates >= self.limit and summary.recovered > 0
         # A quarter of the lease, so that a dead holder is noticed soon after its lease ended; with jitter.
-        self.next_at = (
-            0.0 if more else self.clock() + engine.settings().LEASE_TTL / 4 * (0.75 + engine.draw() / 2)
-        )
-        return more
+        pause = engine.settings().LEASE_TTL / 4 * (0.75 + engine.draw() / 2)
+        self.next_at = 0.0 if more else self.clock() + pause
+        return summary.recovered > 0

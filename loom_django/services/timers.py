@@ -43,7 +43,7 @@ class TimerService:
         self.fired = 0
 
     def tick(self) -> bool:
-        """Serve one batch of due rows; True if there may be more.
+        """Serve one batch of due rows; True if there were any: more may be due, and what woke is to be run.
 
         Raises:
             StoreUnavailableError: the database stayed away; the rows are due again after their hold.
@@ -53,7 +53,7 @@ class TimerService:
         )
         for due in dues:
             self._serve(due)
-        return len(dues) >= self.limit
+        return bool(dues)
 
     def _serve(self, due: Due) -> None:
         row = due.row

@@ -10,6 +10,7 @@ from django.core.management.base import BaseCommand, CommandError
 from loom_django import conf
 from loom_django.management.options import log_to_console, positive_float, positive_int
 from loom_django.runtime import loom
+from loom_django.services.dispatch import InlineDispatcher
 from loom_django.services.loop import Loop, stop_on_signals
 from loom_django.services.timers import BATCH, TimerService
 
@@ -39,6 +40,8 @@ class Command(BaseCommand):
             after_turn=engine.store.close_old_connections,
             draw=engine.draw,
         )
+        if isinstance(loom.dispatcher, InlineDispatcher):
+            loom.dispatcher.stop = loop.stop
         undo = stop_on_signals(loop.request_stop)
         try:
             if not options["once"]:

@@ -14,6 +14,7 @@ from loom_django import conf
 from loom_django.management.options import log_to_console, positive_float, positive_int
 from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.leases import LeaseKeeper
 from loom_django.services.loop import Loop, Service, stop_on_signals
 from loom_django.services.recovery import RecoveryService
 from loom_django.services.timers import TimerService
@@ -91,8 +92,12 @@ class Command(BaseCommand):
 
     def _after_turn(self, worker: WorkerService, loop: Loop) -> None:
         loom.store.close_old_connections()
-        if worker.overrun or (worker.exhausted and not worker.running):
+        if worker.overrun or self._keeper_broken() or (worker.exhausted and not worker.running):
             loop.request_stop()
+
+    def _keeper_broken(self) -> bool:
+        keeper = loom.engine.keeper
+        return isinstance(keeper, LeaseKeeper) and keeper.broken
 
     def _request_stop(self, worker: WorkerService, loop: Loop) -> None:
         worker.draining.set()
@@ -108,5 +113,7 @@ class Command(BaseCommand):
             os._exit(0)
         if worker.overrun:
             raise CommandError("too many calls outlived their timeouts; this process ends", returncode=1)
+        if self._keeper_broken():
+            raise CommandError("leases are not renewed any more; this process ends", returncode=1)
         if not fine:
             raise CommandError("not everything could be served; see the log", returncode=1)

@@ -1,0 +1,102 @@
+"""The loop: drains, backs off, reports seldom, ends when told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from loom_django.services.loop import Loop, Service, stop_on_signals
+
+pytestmark = pytest.mark.once
+
+
+class Scripted:
+    """A service whose ticks are told in advance; an exception is raised, else returned."""
+
+    def __init__(self, name: str, *ticks: Any) -> None:
+        self.name = name
+        self.ticks = list(ticks)
+        self.calls = 0
+
+    def tick(self) -> bool:
+        self.calls += 1
+        outcome = self.ticks.pop(0) if self.ticks else False
+        if isinstance(outcome, Exception):
+            raise outcome
+        return bool(outcome)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def loop_of(*services: Service, clock: Callable[[], float] | None = None) -> Loop:
+    return Loop(
+        services,
+        interval=lambda: 0.01,
+        after_turn=lambda: None,
+        draw=lambda: 0.5,
+        **({"clock": clock} if clock else {}),
+    )
+
+
+def test_it_turns_until_no_service_has_more() -> None:
+    """run_once ends when all are idle, and says that all went well."""
+    first, second = Scripted("a", True, True), Scripted("b")
+    assert loop_of(first, second).run_once() is True
+    assert (first.calls, second.calls) == (3, 3)
+
+
+def test_a_failing_service_is_backed_off_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    """At most about one attempt in each back-off, and one line for a whole outage."""
+    clock = Clock()
+    bad = Scripted("bad", *[ConnectionError("away")] * 200)
+    good = Scripted("good")
+    loop = loop_of(bad, good, clock=clock)
+    with caplog.at_level(logging.ERROR, "loom_django.loop"):
+        for _ in range(200):
+            loop.turn()
+            clock.now += 0.1
+    assert good.calls == 200
+    assert bad.calls <= 10  # 20 seconds, delays doubling from 0.5 to 5
+    assert len(caplog.records) == 1
+    assert loop_of(Scripted("bad", ValueError())).run_once() is False
+
+
+def test_a_service_that_works_again_is_ticked_every_turn() -> None:
+    """The back-off ends with the failure."""
+    clock = Clock()
+    service = Scripted("s", ConnectionError(), False, False)
+    loop = loop_of(service, clock=clock)
+    loop.turn()
+    clock.now += 10
+    loop.turn()
+    loop.turn()
+    assert service.calls == 3
+
+
+def test_a_stop_ends_the_wait_at_once() -> None:
+    """No interval has to pass before a loop notices that it is to end."""
+    loop = Loop([Scripted("s")], interval=lambda: 3600, after_turn=lambda: None, draw=lambda: 0.5)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    loop.request_stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_signals_are_left_alone_outside_the_main_thread() -> None:
+    """A loop in a thread is stopped by its owner; it must not fail for want of signals."""
+    outcome: list[Any] = []
+    thread = threading.Thread(target=lambda: outcome.append(stop_on_signals(lambda: None)()))
+    thread.start()
+    thread.join(20)
+    assert outcome == [None]
