@@ -1,0 +1,13 @@
+"""The operator console. The classes are plain ones: a project may register subclasses of its own, on any site."""
+
+from django.contrib import admin
+
+from loom_django.admin.executions import ExecutionAdmin
+from loom_django.admin.rows import LeaseAdmin, TimerAdmin
+from loom_django.models import Execution, Lease, Timer
+
+__all__ = ["ExecutionAdmin", "LeaseAdmin", "TimerAdmin"]
+
+admin.site.register(Execution, ExecutionAdmin)
+admin.site.register(Timer, TimerAdmin)
+admin.site.register(Lease, LeaseAdmin)

@@ -1,0 +1,520 @@
+"""The acts of an operator as pages: a form, a preview of what will be appended, a confirmation.
+
+Nothing is written by a safe method. Each POST checks the permission anew and is judged against the log as it is
+then; what is refused is an ordinary page that says why, and who was first. A done act stands in the log with the
+person and the reason, and in Django's own history of the object, in one transaction where both share a database.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from django.http import Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.utils.html import format_html
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
+
+from loom_django.admin import show
+from loom_django.admin.execution_page import ExecutionPage, StepRow
+from loom_django.admin.forms import ActForm, GateForm, ResumeForm, VerdictForm
+from loom_django.admin.show import Viewer
+from loom_django.engine.core import from_micros
+from loom_django.errors import (
+    ExecutionNotFoundError,
+    InvalidInputError,
+    LoomError,
+    OperatorDeniedError,
+    PayloadTooLargeError,
+    ResumeRefusedError,
+    UnencodableValueError,
+    VerdictRefusedError,
+)
+from loom_django.kernel import codec
+from loom_django.kernel.events import Event
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.keys import idempotency_key
+from loom_django.kernel.state import ON_ERROR, ON_POISONED, Frame, is_reserved
+from loom_django.runtime import loom
+from loom_django.services import operators, typed_json
+from loom_django.services.operators import Act, Done, Operator
+from loom_django.stores.base import AppendRefused
+
+if TYPE_CHECKING:
+    from loom_django.admin.executions import ExecutionAdmin
+    from loom_django.models import Execution
+
+# What was typed cannot be recorded: shown at the form, not as a refusal.
+SLIPS: Final = (InvalidInputError, UnencodableValueError, PayloadTooLargeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One event of a preview."""
+
+    sequence: int
+    kind: str
+    body: str
+
+    @classmethod
+    def of(cls, event: Event) -> Planned:
+        return cls(event.sequence, event.kind, show.to_text(codec.decode(json.loads(event.body))))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call of an act's page."""
+
+    http: HttpRequest
+    execution: Execution
+    operator: Operator
+    page: ExecutionPage
+
+    @property
+    def execution_id(self) -> str:
+        return str(self.execution.pk)
+
+
+class ActView:
+    """The page of one act. Subclasses say what is asked, and which call does it."""
+
+    act: ClassVar[Act]
+    suffix: ClassVar[str]
+    title: ClassVar[Any]
+    does: ClassVar[Any]  # what it means, in a sentence
+    template: ClassVar[str] = "act_form.html"
+    form_class: ClassVar[type[ActForm]] = ActForm
+    dangerous: ClassVar[bool] = False
+
+    def __init__(self, admin: ExecutionAdmin) -> None:
+        self.admin = admin
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        """Tell whether the act would find anything to do just now."""
+        raise NotImplementedError
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        """The form of the act."""
+        return self.form_class(data, initial=initial)
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        """Do it, or with ``dry_run`` say what would be appended."""
+        raise NotImplementedError
+
+    def context(self, request: Request) -> dict[str, Any]:
+        """What the form shows beside its fields."""
+        return {}
+
+    # The request.
+
+    def dispatch(self, http: HttpRequest, object_id: str) -> HttpResponse:
+        if http.method not in ("GET", "HEAD", "POST"):
+            return HttpResponseNotAllowed(["GET", "POST"])
+        execution = self.admin.execution_of(http, object_id)
+        operator = Operator.of(http.user)
+        try:
+            self._admit(http, operator, execution)
+            request = Request(http, execution, operator, self.admin.read(http, execution))
+            return self._post(request) if http.method == "POST" else self._get(request)
+        except OperatorDeniedError as exc:
+            return self.admin.denied(http, execution, self.title, exc)
+        except ExecutionNotFoundError as exc:
+            raise Http404(str(exc)) from exc
+        except (LoomError, AppendRefused) as exc:
+            return self._refused(http, execution, exc)
+
+    def _admit(self, http: HttpRequest, operator: Operator, execution: Execution) -> None:
+        """Nothing is recorded of a look; an attempt at the act is."""
+        if http.method == "POST":
+            operators.require(loom, operator, self.act, execution.pk)
+        elif not operator.may(self.act):
+            raise OperatorDeniedError(self.act.permission, operator.name, execution.pk)
+
+    def _get(self, request: Request) -> HttpResponse:
+        return self._form_page(request, self.form(request))
+
+    def _post(self, request: Request) -> HttpResponse:
+        data = request.http.POST
+        stage = data.get("stage")
+        if stage == "edit":
+            return self._form_page(request, self.form(request, initial=data.dict()))
+        form = self.form(request, data)
+        if not form.is_valid():
+            return self._form_page(request, form)
+        act = self._confirm if stage == "confirm" else self._preview
+        try:
+            return act(request, form)
+        except SLIPS as exc:
+            form.add_error(None, str(exc))
+            return self._form_page(request, form)
+
+    def _preview(self, request: Request, form: ActForm) -> HttpResponse:
+        done = self.perform(request, form, dry_run=True)
+        if form.errors:
+            return self._form_page(request, form)
+        return self.admin.page(
+            request.http,
+            "act_preview.html",
+            title=self.title,
+            crumbs=self.admin.crumbs_of(request.execution),
+            execution=request.execution,
+            view=self,
+            form=form,
+            said=self._said(form),
+            planned=[Planned.of(event) for event in done.events],
+            done=done,
+            old_key=self._old_key(request, form),
+        )
+
+    def _said(self, form: ActForm) -> list[tuple[Any, str]]:
+        """What was filled in, to be read once more."""
+        said = []
+        for field in form:
+            value = form.cleaned_data.get(field.name)
+            if field.is_hidden or value in (None, ""):
+                continue
+            choices = dict(getattr(field.field, "choices", ()))
+            said.append((field.label, show.printable(str(choices.get(value, value)))))
+        return said
+
+    def _old_key(self, request: Request, form: ActForm) -> str:
+        return ""
+
+    def _confirm(self, request: Request, form: ActForm) -> HttpResponse:
+        # The store's own: on SQLite it takes the write lock before it reads, so a rival is waited for.
+        with loom.store.transaction():
+            done = self.perform(request, form, dry_run=False)
+            if not form.errors:
+                self.admin.log_change(request.http, request.execution, self._for_history(form, done))
+        if form.errors:
+            return self._form_page(request, form)
+        self.admin.message_user(request.http, self._message(request, done))
+        return HttpResponseRedirect(self.admin.execution_url(request.execution_id))
+
+    def _for_history(self, form: ActForm, done: Done) -> str:
+        """The line in Django's history of the object."""
+        what = self.act.value.replace("_", " ")
+        where = f" (event {done.sequence})" if done.sequence else ""
+        return f"{what}{self._about(form)}{where}: {form.cleaned_data['reason']}"
+
+    def _about(self, form: ActForm) -> str:
+        return ""
+
+    def _message(self, request: Request, done: Done) -> Any:
+        who = {
+            "here": _("The flow goes on in this web process, after the commit."),
+            "worker": _("A worker takes it up."),
+            "nobody": "",
+        }[done.runs]
+        if done.sequence is None:
+            return format_html("{} {}", self._nothing_appended(), who)
+        address = f"{self.admin.execution_url(request.execution_id)}?after={done.sequence - 1}#log"
+        link = format_html('<a href="{}">{}</a>', address, gettext("event %(n)d") % {"n": done.sequence})
+        return format_html("{}: {}. {}", self.title, link, who)
+
+    def _nothing_appended(self) -> Any:
+        return _("There was nothing to do; nothing was appended.")
+
+    def _form_page(self, request: Request, form: ActForm) -> HttpResponse:
+        return self.admin.page(
+            request.http,
+            self.template,
+            title=self.title,
+            crumbs=self.admin.crumbs_of(request.execution),
+            execution=request.execution,
+            view=self,
+            form=form,
+            **self.context(request),
+        )
+
+    def _refused(self, http: HttpRequest, execution: Execution, exc: Exception) -> HttpResponse:
+        """Why not, on an ordinary page: 409, or 503 for what may be tried again."""
+        again = getattr(exc, "retryable", False) or isinstance(exc, AppendRefused)
+        answered = exc if isinstance(exc, VerdictRefusedError) else None
+        page = self.admin.read(http, execution)
+        return self.admin.page(
+            http,
+            "refused.html",
+            title=_("Not done: %(act)s") % {"act": self.title},
+            crumbs=self.admin.crumbs_of(execution),
+            status=503 if again else 409,
+            execution=execution,
+            page=page,
+            problem=show.printable(str(exc)),
+            again=again,
+            answered=answered,
+            answered_at=show.when(answered.answered_at) if answered else "",
+            answered_ago=show.ago(answered.answered_at) if answered else "",
+        )
+
+
+class VerdictView(ActView):
+    """Settles an effect in doubt."""
+
+    act = Act.RESOLVE_STEP
+    suffix = "verdict"
+    title = _("Verdict")
+    does = _("Says what became of an effect of which nobody knows whether it happened.")
+    template = "verdict_form.html"
+    form_class = VerdictForm
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return False  # linked at each step in doubt, not at the execution
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        if data is None and initial is None:
+            frame = self._asked(request)
+            initial = {"step": frame.step_id, "question": frame.in_doubt_sequence}
+        step = str((data or initial).get("step", ""))
+        return VerdictForm(data, initial=initial, expects=_expects(request, step))
+
+    def _asked(self, request: Request) -> Frame:
+        """The frame in doubt that the address names, or the only one.
+
+        Raises:
+            VerdictRefusedError: it is not in doubt.
+        """
+        open_ = {wait.correlation_key for wait in request.page.state.pending_waits}
+        frames = [frame for frame in request.page.state.in_doubt if frame.step_id in open_]
+        step = request.http.GET.get("step") or (frames[0].step_id if len(frames) == 1 else "")
+        for frame in frames:
+            if frame.step_id == step:
+                return frame
+        # Judged as a verdict would be, so that the page says who was first.
+        operators.resolve_step(
+            loom, request.operator, request.execution_id, step, "retry-fresh", reason="-", dry_run=True
+        )
+        raise ResumeRefusedError(request.execution_id, "no-such-wait")
+
+    def context(self, request: Request) -> dict[str, Any]:
+        step = request.http.POST.get("step") or request.http.GET.get("step")
+        found = [
+            row for row in request.page.steps if row.frame.step_id == step or (not step and row.in_doubt)
+        ]
+        if not found:
+            return {}
+        row = found[0]
+        cause = show.printable(str(show.redacted(row.frame.cause, "cause")))
+        return {"row": row, "cause": cause, "late": _late(row, request.page.viewer)}
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        given = form.cleaned_data
+        options: dict[str, Any] = {}
+        if given["resolution"] == "completed-with-result":
+            try:
+                options["output"] = operators.read_output(
+                    loom, request.execution_id, given["step"], given["output"]
+                )
+            except SLIPS as exc:
+                form.add_error("output", str(exc))
+                return Done(self.act, request.execution_id, (), "nobody")
+        elif given["error"]:
+            options["error"] = given["error"]
+        return operators.resolve_step(
+            loom,
+            request.operator,
+            request.execution_id,
+            given["step"],
+            given["resolution"],
+            question=given["question"],
+            reason=given["reason"],
+            dry_run=dry_run,
+            **options,
+        )
+
+    def _about(self, form: ActForm) -> str:
+        return f" {form.cleaned_data['step']} as {form.cleaned_data['resolution']}"
+
+    def _old_key(self, request: Request, form: ActForm) -> str:
+        frame = request.page.state.frames.get(form.cleaned_data["step"])
+        return idempotency_key(request.execution_id, frame.step_id, frame.generation) if frame else ""
+
+
+def _expects(request: Request, step_id: str) -> str:
+    """What the step's tool returns, in words for the form."""
+    tool = operators.tool_of(loom, Fold(request.page.state), step_id)
+    if tool is None:
+        return ""
+    if tool.parse_output is not None:
+        return gettext("what parse_output of %(tool)s takes") % {"tool": tool.name}
+    kind = operators.returns(tool)
+    if kind is Any:
+        return ""
+    return "null" if kind is type(None) else getattr(kind, "__name__", "") or str(kind)
+
+
+def _late(row: StepRow, viewer: Viewer) -> list[dict[str, Any]]:
+    """What abandoned calls returned after all, for the person who is asked what happened."""
+    return [
+        {
+            "took": show.span(late.get("elapsed_ms", 0) / 1000),
+            "at": show.when_micros(late.get("at")),
+            "output": viewer.payload(late["output"], "late") if "output" in late else None,
+            "error": str((late.get("error") or {}).get("type", "")),
+        }
+        for late in row.frame.late
+    ]
+
+
+class ResumeView(ActView):
+    """Answers a wait of the flow's own."""
+
+    act = Act.RESUME_EXECUTION
+    suffix = "resume"
+    title = _("Resume")
+    does = _("Answers what the flow waits for.")
+    form_class = ResumeForm
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return any(not is_reserved(wait.on) for wait in page.state.pending_waits)
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        waits = [
+            (wait.id, show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at))
+            for wait in request.page.state.pending_waits
+            if not is_reserved(wait.on)
+        ]
+        if data is None and not waits:
+            self._refuse(request)
+        if initial is None and waits:
+            initial = {"question": waits[0][0]}
+        return ResumeForm(data, initial=initial, waits=waits)
+
+    def _refuse(self, request: Request) -> None:
+        state = request.page.state
+        why: Any = "terminal" if state.finished else "no-such-wait" if state.parked else "not-suspended"
+        raise ResumeRefusedError(request.execution_id, why, _last_answer(request.page))
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        given = form.cleaned_data
+        wait = request.page.state.waits.get(given["question"])
+        text = given["payload"]
+        return operators.resume_execution(
+            loom,
+            request.operator,
+            request.execution_id,
+            wait.on if wait else given["question"],
+            correlation_key=wait.correlation_key if wait else None,
+            question=given["question"],
+            payload=typed_json.read(text) if text.strip() else None,
+            reason=given["reason"],
+            dry_run=dry_run,
+        )
+
+
+def _last_answer(page: ExecutionPage) -> str:
+    answered = [wait for wait in page.state.waits.values() if not wait.pending and not is_reserved(wait.on)]
+    if not answered:
+        return ""
+    last = answered[-1]
+    by = f" by {last.answered_by}" if last.answered_by else ""
+    moment = from_micros(last.answered_at)
+    return f"{last.on!r} was {last.status.value}{by} {show.ago(moment)} (sequence {last.answered_sequence})."
+
+
+class GateView(ActView):
+    """An act that opens a gate: there is nothing to fill in but the reason."""
+
+    form_class = GateForm
+    gate: ClassVar[str]
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return any(wait.on == cls.gate for wait in page.state.pending_waits)
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        if data is None and initial is None:
+            waits = [wait.id for wait in request.page.state.pending_waits if wait.on == self.gate]
+            initial = {"question": waits[0] if waits else ""}
+        return GateForm(data, initial=initial)
+
+
+class RetryErrorView(GateView):
+    """Runs an execution again that is parked on an error of its body."""
+
+    act = Act.RETRY_ERROR
+    suffix = "retry_error"
+    title = _("Retry after an error")
+    does = _("Runs the body again, after its code was fixed. Finished steps are not repeated.")
+    gate = ON_ERROR
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return operators.retry_error(
+            loom,
+            request.operator,
+            request.execution_id,
+            reason=form.cleaned_data["reason"],
+            question=form.cleaned_data["question"] or None,
+            dry_run=dry_run,
+        )
+
+
+class CancelView(ActView):
+    """Ends an execution."""
+
+    act = Act.CANCEL_EXECUTION
+    suffix = "cancel"
+    title = _("Cancel")
+    does = _(
+        "Ends the execution for good. A step that is running may still have its effect; nothing more of it is "
+        "recorded, and compensations do not run."
+    )
+    dangerous = True
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return not page.state.finished
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return operators.cancel_execution(
+            loom,
+            request.operator,
+            request.execution_id,
+            reason=form.cleaned_data["reason"],
+            dry_run=dry_run,
+        )
+
+    def _nothing_appended(self) -> Any:
+        return _("It was cancelled already; nothing was appended.")
+
+
+class RecoverView(GateView):
+    """Takes an execution over from its holder."""
+
+    act = Act.RECOVER_EXECUTION
+    suffix = "recover"
+    title = _("Recover")
+    does = _(
+        "Takes the execution from whoever holds it, whatever its lease says. A holder that is alive can record "
+        "nothing more; a step that must not run twice is put in doubt."
+    )
+    gate = ON_POISONED
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return execution.lease_token is not None or super().applies(page, execution)
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return operators.recover_execution(
+            loom,
+            request.operator,
+            request.execution_id,
+            reason=form.cleaned_data["reason"],
+            dry_run=dry_run,
+        )
+
+    def _nothing_appended(self) -> Any:
+        return _("It is taken over from its holder; the log tells how it goes on.")
+
+
+VIEWS: Final[tuple[type[ActView], ...]] = (
+    VerdictView,
+    ResumeView,
+    RetryErrorView,
+    RecoverView,
+    CancelView,
+)

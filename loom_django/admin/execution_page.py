@@ -1,0 +1,202 @@
+"""One execution, read once: what its log says, ready for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from django.utils import timezone
+
+from loom_django.admin import show, timeline
+from loom_django.admin.show import Payload, Viewer
+from loom_django.engine.core import to_micros
+from loom_django.kernel.events import Event
+from loom_django.kernel.fold import fold
+from loom_django.kernel.keys import idempotency_key
+from loom_django.kernel.state import ON_VERDICT, ExecutionState, Frame, FrameStatus
+from loom_django.models import Execution
+
+LOG_PAGE: Final = 50
+_DETAILS: Final = ("step", "event", "decision", "resource", "name", "child", "act", "reason")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One step, as the table shows it."""
+
+    frame: Frame
+    key: str
+    began: Any
+    took: str
+    args: Payload | None
+    output: Payload | None
+    error: str
+
+    @property
+    def in_doubt(self) -> bool:
+        return self.frame.status is FrameStatus.IN_DOUBT
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRow:
+    """One wait of the newest park."""
+
+    id: str
+    words: str
+    since: Any
+    for_: str
+    step: str  # of a verdict
+
+
+@dataclass(frozen=True, slots=True)
+class LogRow:
+    """One event, as the log shows it."""
+
+    event: Event
+    at: Any
+    since_last: str
+    subject: str
+    principal: str
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class LogPage:
+    rows: list[LogRow]
+    kinds: list[str]
+    kind: str
+    older: int | None
+    newer: int | None
+
+
+class ExecutionPage:
+    """Everything that the page of one execution shows of its log."""
+
+    def __init__(self, events: Sequence[Event], viewer: Viewer, row: Execution) -> None:
+        self.events = events
+        self.viewer = viewer
+        self.row = row
+        self.state: ExecutionState = fold(events)
+        self.now = to_micros(timezone.now())
+
+    @property
+    def end(self) -> int:
+        return self.state.finished_at or max(self.now, self.state.at)
+
+    @property
+    def took(self) -> str:
+        return show.span((self.end - self.state.started_at) / 1_000_000)
+
+    @property
+    def input(self) -> Payload:
+        return self.viewer.payload(self.state.input, "input")
+
+    @property
+    def result(self) -> Payload | None:
+        if self.state.status != "COMPLETED":
+            return None
+        return self.viewer.payload(self.state.result, "result")
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """How the execution failed, or what it is parked on."""
+        error = self.state.error or self._parked_error()
+        return None if error is None else described(error, self.viewer)
+
+    def _parked_error(self) -> Any:
+        park = self.state.park_sequence
+        return self.events[park - 1].data.get("error") if park else None
+
+    @property
+    def drawing(self) -> timeline.Drawing | None:
+        lanes = timeline.lanes_of(self.events)
+        return timeline.draw(lanes, self.state.started_at, self.end) if lanes else None
+
+    @property
+    def steps(self) -> list[StepRow]:
+        return [self._step(frame) for frame in self.state.frames.values()]
+
+    def _step(self, frame: Frame) -> StepRow:
+        ended = frame.finished_at or (self.end if frame.status is FrameStatus.RUNNING else 0)
+        done = frame.status is FrameStatus.COMPLETED
+        return StepRow(
+            frame=frame,
+            key=idempotency_key(self.state.execution_id, frame.step_id, frame.generation),
+            began=show.when_micros(frame.started_at),
+            took=show.span((ended - frame.started_at) / 1_000_000) if ended and frame.started_at else "",
+            args=None if frame.args is None else self.viewer.payload(frame.args, f"step:{frame.tool}:args"),
+            output=self.viewer.payload(frame.output, f"step:{frame.tool}:output") if done else None,
+            error=one_line(frame.error) if frame.error else "",
+        )
+
+    @property
+    def waits(self) -> list[WaitRow]:
+        return [
+            WaitRow(
+                id=wait.id,
+                words=show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at),
+                since=show.when_micros(wait.since),
+                for_=show.span((self.now - wait.since) / 1_000_000),
+                step=str(wait.correlation_key) if wait.on == ON_VERDICT else "",
+            )
+            for wait in self.state.pending_waits
+        ]
+
+    @property
+    def acts(self) -> list[LogRow]:
+        """What people did, or were not permitted to do."""
+        by_people = ((place, event) for place, event in enumerate(self.events) if event.data.get("principal"))
+        return [self._row(event, place) for place, event in by_people]
+
+    def log(self, after: int | None, kind: str) -> LogPage:
+        """A page of the log by sequence; the newest one if ``after`` is None."""
+        chosen = [event for event in self.events if not kind or event.kind == kind]
+        if after is None:
+            first = max(0, len(chosen) - LOG_PAGE)
+        else:
+            first = sum(1 for event in chosen if event.sequence <= after)
+        shown = chosen[first : first + LOG_PAGE]
+        before = max(0, first - LOG_PAGE)
+        return LogPage(
+            rows=[self._row(event, event.sequence - 1) for event in shown],
+            kinds=sorted({event.kind for event in self.events}),
+            kind=kind,
+            older=(chosen[before].sequence - 1) if first else None,
+            newer=shown[-1].sequence if shown and first + LOG_PAGE < len(chosen) else None,
+        )
+
+    def _row(self, event: Event, place: int) -> LogRow:
+        data = event.data
+        at = data.get("at", 0)
+        last = self.events[place - 1].data.get("at", 0) if place else 0
+        details = [str(data[name]) for name in _DETAILS if data.get(name)]
+        if data.get("cause"):
+            details.append(str(show.redacted(data["cause"], "cause")))
+        return LogRow(
+            event=event,
+            at=show.when(event.recorded_at) or show.when_micros(at),
+            since_last=f"+{show.span((at - last) / 1_000_000)}" if last and at else "",
+            subject=show.printable(" · ".join(details)),
+            principal=show.printable(str(data.get("principal") or "")),
+            payload=self.viewer.payload(data, f"event:{event.kind}"),
+        )
+
+
+def described(error: Any, viewer: Viewer) -> dict[str, Any]:
+    """A recorded failure: its type and message for all who may look, the traceback as a payload."""
+    return {
+        "type": str(error.get("type", "")),
+        "message": message_of(error),
+        "traceback": viewer.text(error.get("traceback", ""), "traceback"),
+        "step": error.get("step", ""),
+    }
+
+
+def message_of(error: Any) -> str:
+    value = show.redacted(error.get("message", ""), "error")
+    return show.printable(value) if isinstance(value, str) else show.to_text(value)
+
+
+def one_line(error: Any) -> str:
+    return f"{error.get('type', '')}: {message_of(error)}"[:300]

@@ -1,0 +1,275 @@
+"""Executions: the list, the page of one, the queue of effects in doubt, and the acts on them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.utils import unquote
+from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
+from django.http import Http404, HttpRequest, HttpResponse
+from django.urls import URLPattern, path
+from django.utils.decorators import method_decorator
+from django.utils.html import format_html
+from django.utils.translation import gettext_lazy as _
+from django.views.decorators.http import require_safe
+
+from loom_django import conf
+from loom_django.admin import queue, show
+from loom_django.admin.acts import VIEWS, VerdictView
+from loom_django.admin.base import PAGE, ReadOnlyAdmin, holder, pill, shortened
+from loom_django.admin.execution_page import ExecutionPage
+from loom_django.admin.filters import FlowFilter, NeedsMeFilter, WaitingFilter
+from loom_django.admin.search import ExactSearch
+from loom_django.admin.show import VIEW_PAYLOAD, Viewer
+from loom_django.errors import ExecutionNotFoundError, OperatorDeniedError
+from loom_django.kernel import codec
+from loom_django.kernel.events import Event
+from loom_django.models import Execution, Fence, Timer
+from loom_django.runtime import loom
+from loom_django.services.operators import Act, Operator
+
+
+class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
+    """The console: every execution, and what a person may do about it."""
+
+    list_display = ("execution", "state", "flow", "doing", "started", "updated", "held_by")
+    list_display_links = None
+    list_filter = (NeedsMeFilter, "status", FlowFilter, WaitingFilter)
+    ordering = ("-created_at", "pk")
+    search_column = "pk"
+
+    # Addresses.
+
+    def get_urls(self) -> list[URLPattern]:
+        wrap = self.admin_site.admin_view
+        own = [
+            path("in-doubt/", wrap(self.in_doubt_view), name="loom_in_doubt"),
+            path("<path:object_id>/log/", wrap(self.log_view), name="loom_execution_log"),
+            *(
+                path(
+                    f"<path:object_id>/{view.suffix.replace('_', '-')}/",
+                    wrap(view(self).dispatch),
+                    name=f"loom_execution_{view.suffix}",
+                )
+                for view in VIEWS
+            ),
+        ]
+        return [*own, *super().get_urls()]
+
+    # The list.
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).defer("attributes", "error_message")
+
+    @admin.display(description=_("execution"))
+    def execution(self, execution: Execution) -> Any:
+        return self.execution_link(execution.pk)
+
+    @admin.display(description=_("status"), ordering="status")
+    def state(self, execution: Execution) -> Any:
+        shown = pill(execution.status, execution.get_status_display())
+        if not execution.in_doubt:
+            return shown
+        return format_html("{} {}", shown, pill("doubt", _("in doubt")))
+
+    @admin.display(description=_("flow"))
+    def flow(self, execution: Execution) -> Any:
+        name = shortened(execution.flow_id)
+        return format_html('<span title="{}">{}@{}</span>', execution.flow_id, name, execution.version)
+
+    @admin.display(description=_("step or wait"))
+    def doing(self, execution: Execution) -> Any:
+        waits = execution.pending_waits
+        if waits:
+            first = waits[0]
+            words = show.wait_in_words(first["on"], first["key"], first["wake_at"])
+            more = _(", and %(n)d more") % {"n": len(waits) - 1} if len(waits) > 1 else ""
+            return format_html("{}{}", words, more)
+        return execution.error_type if execution.error_type else shortened(execution.current_step)
+
+    @admin.display(description=_("started"), ordering="-created_at")
+    def started(self, execution: Execution) -> Any:
+        return show.when(execution.created_at)
+
+    @admin.display(description=_("updated"))
+    def updated(self, execution: Execution) -> Any:
+        return show.ago(execution.updated_at)
+
+    @admin.display(description=_("held by"))
+    def held_by(self, execution: Execution) -> Any:
+        return holder(execution)
+
+    # The queue.
+
+    @method_decorator(require_safe)
+    def in_doubt_view(self, request: HttpRequest) -> HttpResponse:
+        """Effects of which nobody knows whether they happened, oldest first."""
+        self._check_look(request)
+        flow = request.GET.get("flow", "")
+        rows, following = queue.doubts(flow=flow, after=request.GET.get("after", ""))
+        return self.page(
+            request,
+            "in_doubt.html",
+            title=_("Effects in doubt"),
+            rows=[
+                {
+                    "doubt": row,
+                    "link": self.execution_link(row.execution.pk),
+                    "verdict": self._verdict_url(row.execution.pk, row.step),
+                    "since": show.when(row.since),
+                    "age": show.ago(row.since),
+                    "cause": show.printable(str(show.redacted(row.cause, "cause"))),
+                }
+                for row in rows
+            ],
+            flow=flow,
+            following=following,
+            may_act=Operator.of(request.user).may(Act.RESOLVE_STEP),
+            executions=self.url("loom_execution_changelist"),
+        )
+
+    def _verdict_url(self, execution_id: str, step_id: str) -> str:
+        return f"{self.execution_url(execution_id, VerdictView.suffix)}?{urlencode({'step': step_id})}"
+
+    # One execution.
+
+    @method_decorator(require_safe)
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
+    ) -> HttpResponse:
+        """One execution, whole."""
+        self._check_look(request)
+        execution = self.execution_of(request, object_id)
+        page = self.read(request, execution)
+        operator = Operator.of(request.user)
+        return self.page(
+            request,
+            "execution.html",
+            title=shortened(execution.pk, 60),
+            crumbs=[(self.url("loom_execution_changelist"), self.opts.verbose_name_plural)],
+            execution=execution,
+            page=page,
+            pill=self.state(execution),
+            created=show.when(execution.created_at),
+            updated=show.when(execution.updated_at),
+            finished=show.when(execution.finished_at),
+            deadline=show.when(execution.deadline),
+            lease_until=show.when(execution.lease_until),
+            lease_left=show.ago(execution.lease_until),
+            ready_at=show.when(execution.ready_at),
+            held_by=self.held_by(execution),
+            fence=Fence.objects.filter(pk=execution.pk).first(),
+            timers=[(timer, show.when(timer.wake_at)) for timer in self._timers(execution)],
+            acts=[
+                (view, self.execution_url(execution.pk, view.suffix)) for view in self._acts(page, operator)
+            ],
+            waits=[
+                (wait, self._verdict_url(execution.pk, wait.step) if wait.step else "") for wait in page.waits
+            ],
+            may_resolve=operator.may(Act.RESOLVE_STEP),
+            log=page.log(_sequence(request.GET.get("after")), request.GET.get("kind", "")),
+            log_url=self.execution_url(execution.pk, "log"),
+            history_url=self.execution_url(execution.pk, "history"),
+            entries=LogEntry.objects.filter(
+                object_id=execution.pk, content_type__app_label="loom", content_type__model="execution"
+            ).select_related("user")[:20],
+        )
+
+    def _acts(self, page: ExecutionPage, operator: Operator) -> list[Any]:
+        return [view for view in VIEWS if operator.may(view.act) and view.applies(page, page.row)]
+
+    def _timers(self, execution: Execution) -> Any:
+        return Timer.objects.filter(execution_id=execution.pk).order_by("wake_at")[:PAGE]
+
+    @method_decorator(require_safe)
+    def log_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """The whole log as JSON lines, for those who may see payloads, as the redaction hook leaves them."""
+        self._check_look(request)
+        if not request.user.has_perm(VIEW_PAYLOAD):
+            raise PermissionDenied
+        execution = self.execution_of(request, object_id)
+        lines = (json.dumps(_exported(event)) for event in self._events(execution))
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", execution.pk)[:100]
+        return HttpResponse(
+            "".join(f"{line}\n" for line in lines),
+            content_type="application/jsonl",
+            headers={"Content-Disposition": f'attachment; filename="{name}.jsonl"'},
+        )
+
+    # Shared with the acts.
+
+    def _check_look(self, request: HttpRequest) -> None:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+
+    def execution_of(self, request: HttpRequest, object_id: str) -> Execution:
+        """The row of an execution.
+
+        Raises:
+            Http404: there is none. PermissionDenied: this person may not look at executions.
+        """
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        execution: Execution | None = Execution.objects.filter(pk=unquote(object_id)).first()
+        if execution is None:
+            self._not_found(unquote(object_id))
+        return execution
+
+    def _not_found(self, execution_id: str) -> NoReturn:
+        raise Http404(str(ExecutionNotFoundError(execution_id)))
+
+    def read(self, request: HttpRequest, execution: Execution) -> ExecutionPage:
+        """The log of an execution, read once for a page."""
+        return ExecutionPage(self._events(execution), Viewer(request), execution)
+
+    def _events(self, execution: Execution) -> list[Event]:
+        try:
+            return loom.history(execution.pk)
+        except ExecutionNotFoundError:
+            self._not_found(execution.pk)
+
+    def crumbs_of(self, execution: Execution) -> list[tuple[str, Any]]:
+        return [
+            (self.url("loom_execution_changelist"), self.opts.verbose_name_plural),
+            (self.execution_url(execution.pk), shortened(execution.pk)),
+        ]
+
+    def denied(
+        self, request: HttpRequest, execution: Execution, title: Any, error: OperatorDeniedError
+    ) -> HttpResponse:
+        """A 403 that is returned, not raised: under ATOMIC_REQUESTS an exception would undo the record of it."""
+        return self.page(
+            request,
+            "denied.html",
+            title=_("Not permitted: %(act)s") % {"act": title},
+            crumbs=self.crumbs_of(execution),
+            status=403,
+            execution=execution,
+            permission=error.permission,
+        )
+
+
+def _sequence(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _exported(event: Event) -> dict[str, Any]:
+    payload: Any = event.data
+    if conf.get_settings().REDACT is not None:
+        payload = codec.encode(show.redacted(payload, f"event:{event.kind}"))
+    return {
+        "execution_id": event.execution_id,
+        "sequence": event.sequence,
+        "kind": event.kind,
+        "payload": payload,
+        "fence": event.fence,
+        "writer": event.writer,
+        "is_kernel": event.is_kernel,
+        "recorded_at": event.recorded_at.isoformat() if event.recorded_at else None,
+    }

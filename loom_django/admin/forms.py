@@ -1,0 +1,119 @@
+"""What a person fills in for an act. Text that was typed is kept as typed: digits are never rounded on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from django import forms
+from django.utils.translation import gettext_lazy as _
+
+from loom_django.errors import LoomError
+from loom_django.services import typed_json
+from loom_django.services.operators import MAX_REASON
+
+_JSON = {"rows": 4, "class": "loom-code", "spellcheck": "false", "autocomplete": "off"}
+
+
+class ActForm(forms.Form):
+    """Every act has a reason."""
+
+    # "Reason:" and the like come from the labels alone.
+    reason = forms.CharField(
+        label=_("Reason"),
+        max_length=MAX_REASON,
+        widget=forms.Textarea(attrs={"rows": 2}),
+        help_text=_("Why, for whoever reads the log later. It is recorded with your name."),
+    )
+
+    field_order: list[str] | None = None
+
+    def clean_reason(self) -> str:
+        return str(self.cleaned_data["reason"]).replace("\r\n", "\n")
+
+
+class GateForm(ActForm):
+    """An act that answers one question: the wait that was looked at travels along."""
+
+    question = forms.CharField(required=False, widget=forms.HiddenInput)
+
+
+class VerdictForm(ActForm):
+    """Settles an effect in doubt."""
+
+    step = forms.CharField(widget=forms.HiddenInput)
+    question = forms.IntegerField(widget=forms.HiddenInput)
+    resolution = forms.ChoiceField(
+        label=_("What happened?"),
+        widget=forms.RadioSelect,
+        choices=[
+            ("completed-with-result", _("It happened: I give its result below.")),
+            ("retry-fresh", _("It did not happen: run the step again, with a fresh key.")),
+            ("fail", _("It failed for good: the flow is to go on with a failure.")),
+        ],
+    )
+    output = forms.CharField(
+        label=_("Result"),
+        required=False,
+        strip=False,
+        widget=forms.Textarea(attrs=_JSON),
+        help_text=_("As JSON, for “It happened”; null if the step has no result."),
+    )
+    error = forms.CharField(
+        label=_("Error"),
+        required=False,
+        max_length=MAX_REASON,
+        help_text=_("The message of the failure, for “It failed for good”."),
+    )
+
+    field_order = ["resolution", "output", "error", "reason"]
+
+    def __init__(self, *args: Any, expects: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if expects:
+            self.fields["output"].help_text = _(
+                "As JSON, for “It happened”; null if the step has no result. The step returns: %(kind)s."
+            ) % {"kind": expects}
+
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
+        resolution = cleaned.get("resolution")
+        given = (cleaned.get("output") or "").strip()
+        if resolution == "completed-with-result" and not given:
+            self.add_error("output", _("Give the result as JSON; null if the step has none."))
+        if resolution in ("retry-fresh", "fail") and given:
+            self.add_error("output", _("A result goes with “It happened” only."))
+        if resolution in ("retry-fresh", "completed-with-result") and cleaned.get("error"):
+            self.add_error("error", _("An error goes with “It failed for good” only."))
+        return cleaned
+
+
+class ResumeForm(ActForm):
+    """Answers a wait of the flow's own."""
+
+    question = forms.ChoiceField(label=_("Answer to"), widget=forms.RadioSelect)
+    payload = forms.CharField(
+        label=_("Payload"),
+        required=False,
+        strip=False,
+        widget=forms.Textarea(attrs=_JSON),
+        help_text=_("What the flow gets as the answer, as JSON; empty for null."),
+    )
+
+    field_order = ["question", "payload", "reason"]
+
+    def __init__(self, *args: Any, waits: Iterable[tuple[str, str]] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        field: Any = self.fields["question"]
+        field.choices = list(waits)
+        # A wait that is over is no slip of the pen: the act says who answered it.
+        field.validate = lambda value: None
+
+    def clean_payload(self) -> str:
+        text = str(self.cleaned_data["payload"])
+        if text.strip():
+            try:
+                typed_json.read(text)
+            except LoomError as exc:
+                raise forms.ValidationError(str(exc)) from exc
+        return text

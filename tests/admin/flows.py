@@ -1,0 +1,97 @@
+"""The flows that the console's tests look at and act on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+from loom_django import EffectInDoubt, FlowContext, StepContext, flow, register_type, tool
+
+# What the bank does: raise it, or return it.
+bank: list[Any] = []
+
+
+@register_type(name="tests.admin.Receipt")
+@dataclass(frozen=True)
+class Receipt:
+    number: str
+    amount: Decimal
+
+
+def _answer() -> Any:
+    answer = bank.pop(0) if bank else EffectInDoubt("the line went dead")
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+@tool(idempotent=False, in_doubt_on=(ConnectionError,))
+def transfer(ctx: StepContext, account: str, amount: Any) -> Any:
+    return _answer()
+
+
+@tool(idempotent=False, in_doubt_on=(ConnectionError,))
+def second_transfer(ctx: StepContext) -> Any:
+    return _answer()
+
+
+@tool(idempotent=False, in_doubt_on=(ConnectionError,))
+def receipt(ctx: StepContext) -> Receipt:
+    return _answer()
+
+
+def _even(value: Any) -> int:
+    if not isinstance(value, int) or value % 2:
+        raise ValueError("an even number, please")
+    return value
+
+
+@tool(idempotent=False, in_doubt_on=(ConnectionError,), parse_output=_even)
+def even(ctx: StepContext) -> int:
+    return _answer()
+
+
+@flow("pay", steps=[transfer, second_transfer])
+def pay(ctx: FlowContext, account: str = "DE02", amount: Any = 1, twice: bool = False) -> Any:
+    first = ctx.run(transfer, account, amount)
+    return [first, ctx.run(second_transfer)] if twice else first
+
+
+@flow("receipts", steps=[receipt, even])
+def receipts(ctx: FlowContext, which: str) -> Any:
+    return ctx.run(receipt) if which == "receipt" else ctx.run(even)
+
+
+@tool
+def label(ctx: StepContext, text: str) -> str:
+    return text
+
+
+@flow("ask", steps=[label])
+def ask(ctx: FlowContext, text: str = "", rounds: int = 1) -> list[Any]:
+    ctx.run(label, text)
+    return [ctx.suspend("Approval", correlation_key=text or None) for _ in range(rounds)]
+
+
+@flow("nap")
+def nap(ctx: FlowContext, hours: float = 1) -> str:
+    ctx.sleep(timedelta(hours=hours))
+    return "awake"
+
+
+# Errors that the body raises, one a run.
+bugs: list[BaseException] = []
+
+
+@flow("buggy", on_error="park")
+def buggy(ctx: FlowContext) -> str:
+    if bugs:
+        raise bugs.pop(0)
+    return "fine"
+
+
+@flow("broken")
+def broken(ctx: FlowContext, text: str) -> None:
+    raise RuntimeError(text)
