@@ -152,7 +152,7 @@ def test_verify_finds_a_row_that_disagrees_and_repairs_it(flows: Any) -> None:
     """The log is the truth: a row that somebody edited is found, and rewritten from the log."""
     handle = flows.start()
     assert "0 problems" in run("loom_verify")
-    rows = models.QuerySet(Execution).filter(pk=handle.id)
+    rows: models.QuerySet[Any] = models.QuerySet(Execution).filter(pk=handle.id)
     rows.update(current_step="nonsense", in_doubt=3)
     with pytest.raises(CommandError) as failed:
         run("loom_verify")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +39,8 @@ class Clock:
         return self.now
 
 
-def loop_of(*services: Service, clock: Callable[[], float] | None = None) -> Loop:
-    return Loop(
-        services,
-        interval=lambda: 0.01,
-        after_turn=lambda: None,
-        draw=lambda: 0.5,
-        **({"clock": clock} if clock else {}),
-    )
+def loop_of(*services: Service, clock: Callable[[], float] = time.monotonic) -> Loop:
+    return Loop(services, interval=lambda: 0.01, after_turn=lambda: None, draw=lambda: 0.5, clock=clock)
 
 
 def test_it_turns_until_no_service_has_more() -> None:
