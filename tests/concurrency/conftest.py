@@ -1,0 +1,3 @@
+from tests.crash.conftest import lab, zygotes
+
+__all__ = ["lab", "zygotes"]

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.crash.kit import Lab, Zygote
+
+
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[dict[str, Zygote]]:
+    """The process that forks for the tests, by the environment that it was started in."""
+    started: dict[str, Zygote] = {}
+    yield started
+    for zygote in started.values():
+        zygote.close()
+
+
+@pytest.fixture
+def lab(
+    transactional_db: None,
+    child_env: Callable[..., dict[str, str]],
+    zygotes: dict[str, Zygote],
+    tmp_path: Path,
+) -> Iterator[Lab]:
+    """Processes on the test's database, with a ledger of their own."""
+    env = {**child_env(), "DJANGO_SETTINGS_MODULE": "tests.crash.settings"}
+    key = json.dumps(sorted(env.items()))
+    if key not in zygotes:
+        zygotes[key] = Zygote(env)
+    made = Lab(tmp_path, env, zygotes[key])
+    yield made
+    made.close()

@@ -1,0 +1,239 @@
+"""The flows of these tests, and the provider that their tools act on: a ledger file.
+
+The ledger gets one line per effect and is on disk before the tool goes on, so it tells what the outside world
+saw, whatever became of the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from loom_django import (
+    AsyncFlowContext,
+    FlowContext,
+    StepContext,
+    flow,
+    tool,
+)
+from tests.crash.stage import stage, wait_for
+from tests.shop.models import Order
+
+LEDGER = "LOOM_TEST_LEDGER"
+
+
+def effect(ctx: StepContext) -> None:
+    """Act on the outside world."""
+    line = {
+        "execution": ctx.execution_id,
+        "step": ctx.step_id,
+        "key": ctx.idempotency_key,
+        "attempt": ctx.attempt,
+        "pid": os.getpid(),
+    }
+    ledger = os.open(os.environ[LEDGER], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(ledger, (json.dumps(line) + "\n").encode())
+        os.fsync(ledger)
+    finally:
+        os.close(ledger)
+    stage.reached("in-effect", ctx.step_id)
+
+
+# One step of each kind. What is "slow" takes longer than an outcome is carried to the next boundary.
+
+
+@tool(name="pay", idempotent=True)
+def pay_idempotent(ctx: StepContext, slow: float) -> str:
+    effect(ctx)
+    time.sleep(slow)
+    return "paid"
+
+
+@tool(name="pay", idempotent=False)
+def pay_once(ctx: StepContext, slow: float) -> str:
+    effect(ctx)
+    time.sleep(slow)
+    return "paid"
+
+
+@tool(name="pay")
+def pay_undeclared(ctx: StepContext, slow: float) -> str:
+    effect(ctx)
+    time.sleep(slow)
+    return "paid"
+
+
+@tool(name="pay", transactional=True)
+def pay_in_transaction(ctx: StepContext, slow: float) -> str:
+    Order.objects.create(customer="crash", amount=1, note=ctx.execution_id)
+    effect(ctx)
+    time.sleep(slow)
+    return "paid"
+
+
+@flow("one-idempotent", steps=[pay_idempotent])
+def one_idempotent(ctx: FlowContext, slow: float) -> str:
+    return ctx.run(pay_idempotent, slow)
+
+
+@flow("one-not-idempotent", steps=[pay_once])
+def one_not_idempotent(ctx: FlowContext, slow: float) -> str:
+    return ctx.run(pay_once, slow)
+
+
+@flow("one-undeclared", steps=[pay_undeclared])
+def one_undeclared(ctx: FlowContext, slow: float) -> str:
+    return ctx.run(pay_undeclared, slow)
+
+
+@flow("one-transactional", steps=[pay_in_transaction])
+def one_transactional(ctx: FlowContext, slow: float) -> str:
+    return ctx.run(pay_in_transaction, slow)
+
+
+# The same, async.
+
+
+@tool(name="pay", idempotent=True)
+async def apay_idempotent(ctx: StepContext, slow: float) -> str:
+    effect(ctx)
+    await asyncio.sleep(slow)
+    return "paid"
+
+
+@tool(name="pay", idempotent=False)
+async def apay_once(ctx: StepContext, slow: float) -> str:
+    effect(ctx)
+    await asyncio.sleep(slow)
+    return "paid"
+
+
+@tool(name="pay")
+async def apay_undeclared(ctx: StepContext, slow: float) -> str:
+    effect(ctx)
+    await asyncio.sleep(slow)
+    return "paid"
+
+
+@flow("async-idempotent", steps=[apay_idempotent])
+async def async_idempotent(ctx: AsyncFlowContext, slow: float) -> str:
+    return await ctx.run(apay_idempotent, slow)
+
+
+@flow("async-not-idempotent", steps=[apay_once])
+async def async_not_idempotent(ctx: AsyncFlowContext, slow: float) -> str:
+    return await ctx.run(apay_once, slow)
+
+
+@flow("async-undeclared", steps=[apay_undeclared])
+async def async_undeclared(ctx: AsyncFlowContext, slow: float) -> str:
+    return await ctx.run(apay_undeclared, slow)
+
+
+@flow("async-transactional", steps=[pay_in_transaction])
+async def async_transactional(ctx: AsyncFlowContext, slow: float) -> str:
+    return await ctx.run(pay_in_transaction, slow)
+
+
+# A flow with everything in it.
+
+
+@tool
+def quick(ctx: StepContext) -> str:
+    effect(ctx)
+    return "quick"
+
+
+@tool(idempotent=True)
+def charge(ctx: StepContext) -> str:
+    effect(ctx)
+    return "charged"
+
+
+@tool(idempotent=False)
+def transfer(ctx: StepContext) -> str:
+    effect(ctx)
+    return "sent"
+
+
+@tool(transactional=True)
+def book(ctx: StepContext) -> int:
+    Order.objects.create(customer="crash", amount=1, note=ctx.execution_id)
+    effect(ctx)
+    return 1
+
+
+@flow("journey", steps=[quick, charge, transfer, book, quick.named("last")])
+def journey(ctx: FlowContext) -> dict[str, Any]:
+    done: list[Any] = [ctx.run(quick), ctx.run(charge), ctx.run(transfer), ctx.run(book)]
+    ctx.sleep(60)
+    done.append(ctx.suspend("Go", timeout=3600))
+    done.append(ctx.receive("note"))
+    done.append(ctx.run(quick.named("last")))
+    return {"done": done}
+
+
+@flow("answered", steps=[transfer, book, quick])
+def answered(ctx: FlowContext) -> list[Any]:
+    """Parks at once; an answer has it go on to its end."""
+    given = ctx.suspend("Go", timeout=3600)
+    return [given, ctx.run(transfer), ctx.run(book), ctx.run(quick)]
+
+
+@flow("told", steps=[transfer])
+def told(ctx: FlowContext) -> list[Any]:
+    return [ctx.receive("note", timeout=3600), ctx.run(transfer)]
+
+
+@flow("slept", steps=[transfer])
+def slept(ctx: FlowContext) -> str:
+    ctx.sleep(60)
+    return ctx.run(transfer)
+
+
+@flow("late", steps=[transfer], deadline=60)
+def late(ctx: FlowContext) -> str:
+    ctx.suspend("Go")
+    return ctx.run(transfer)
+
+
+@flow("steps", steps=[quick])
+def steps(ctx: FlowContext, count: int) -> int:
+    """That many quick undeclared steps."""
+    for number in range(count):
+        ctx.run(quick.keyed(number))
+    return count
+
+
+# A step that stays inside until a file is there.
+
+
+def _stay(ctx: StepContext) -> str:
+    effect(ctx)
+    wait_for(Path(os.environ[LEDGER]).parent / f"gate-{ctx.execution_id}")
+    return "through"
+
+
+@tool(idempotent=True)
+def gated(ctx: StepContext) -> str:
+    return _stay(ctx)
+
+
+@tool(idempotent=False)
+def gated_once(ctx: StepContext) -> str:
+    return _stay(ctx)
+
+
+@flow("gate", steps=[gated, charge])
+def gate(ctx: FlowContext) -> list[str]:
+    return [ctx.run(gated), ctx.run(charge)]
+
+
+@flow("gate-once", steps=[gated_once, charge])
+def gate_once(ctx: FlowContext) -> list[str]:
+    return [ctx.run(gated_once), ctx.run(charge)]
