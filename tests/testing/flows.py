@@ -231,3 +231,74 @@ def decides(ctx: FlowContext) -> None:
 def breaks(ctx: FlowContext) -> None:
     ctx.run(repeatable)
     raise KeyError("a bug")
+
+
+# Time limits, retries and attempts.
+
+
+@tool(idempotent=False, timeout=30)
+def slow_transfer(ctx: StepContext) -> str:
+    raise _not_here("slow_transfer")
+
+
+@tool(idempotent=True, timeout=30)
+def slow_report(ctx: StepContext) -> str:
+    raise _not_here("slow_report")
+
+
+@flow("kit-slow", steps=[slow_transfer, slow_report])
+def slow(ctx: FlowContext, name: str) -> str:
+    try:
+        return str(ctx.run_step(name))
+    except StepFailed as exc:
+        return exc.error_type
+
+
+@tool(idempotent=True, retry=RetryPolicy(max_attempts=2, initial_interval=60))
+def flaky(ctx: StepContext) -> int:
+    raise _not_here("flaky")
+
+
+@flow("kit-flaky", steps=[flaky])
+def patient(ctx: FlowContext) -> int:
+    return ctx.run(flaky)
+
+
+@tool(idempotent=True)
+def tells_attempt(ctx: StepContext) -> int:
+    return ctx.attempt
+
+
+@flow("kit-attempts", steps=[tells_attempt])
+def attempts(ctx: FlowContext) -> int:
+    return ctx.run(tells_attempt)
+
+
+@tool
+def starts_another(ctx: StepContext) -> str:
+    return one_step.using(execution_id=f"{ctx.execution_id}/next").start("repeatable").id
+
+
+@flow("kit-starts", steps=[starts_another])
+def starts(ctx: FlowContext) -> str:
+    return ctx.run(starts_another)
+
+
+@flow("kit-swallows", steps=[once])
+def swallows(ctx: FlowContext) -> str:
+    try:
+        return ctx.run(once)
+    except Exception:
+        return "swallowed"
+    finally:
+        ctx.emit("Cleanup")
+
+
+@tool
+def audit(ctx: StepContext, orders: list[int], *, by: str) -> None:
+    raise _not_here("audit")
+
+
+@flow("kit-audits", steps=[audit])
+def audits(ctx: FlowContext, orders: list[int]) -> None:
+    ctx.run(audit, orders, by="anna")

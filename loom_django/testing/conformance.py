@@ -1,0 +1,1406 @@
+"""What any store must do: run these on a store of your own.
+
+Each class is a mixin of test methods; give it the store and let pytest (or unittest) collect it::
+
+    @pytest.mark.django_db(transaction=True)
+    class TestMyEvents(EventStoreConformance):
+        def make_store(self):
+            return MyStore()
+
+Some tests use threads, so a store over a database needs rows that are really committed. Every test works under
+ids and flows of its own, so that a store may hold other rows; no test waits for time to pass.
+"""
+
+# ruff: noqa: S101  (tests: they assert, and draw numbers that guard nothing)
+
+from __future__ import annotations
+
+import random
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from loom_django.errors import StaleFenceError
+from loom_django.kernel.events import Event, Kind, pack
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.projection import project
+from loom_django.kernel.state import Status
+from loom_django.stores.base import (
+    KEEP,
+    NOBODY,
+    READY,
+    Commit,
+    Known,
+    Lease,
+    Message,
+    NewExecution,
+    Ownership,
+    SequenceOccupied,
+    Store,
+    TimerRow,
+    WakesMoved,
+)
+
+_T = TypeVar("_T")
+_E = TypeVar("_E", bound=BaseException)
+
+_AT = 1_700_000_000_000_000  # where the facts of these logs begin, in microseconds
+_FIELDS: dict[str, dict[str, Any]] = {
+    Kind.EXECUTION_SUSPENDED: {"waits": []},
+    Kind.STEP_STARTED: {"step": "s", "tool": "t"},
+    Kind.STEP_COMPLETED: {"step": "s"},
+    Kind.EFFECT_RETURNED_LATE: {"step": "s"},
+    Kind.MESSAGE_CONSUMED: {"number": 1, "wait": "w", "name": "n", "on": "__loom_message__"},
+}
+
+
+def held_by(owner: str = "somebody", token: int = 1, ttl: float = 60.0) -> Ownership:
+    return Ownership("held", owner=owner, token=token, ttl=ttl)
+
+
+class Log:
+    """An execution as its owner sees it: makes commits that follow one another."""
+
+    def __init__(self, execution_id: str, flow_id: str) -> None:
+        self.id = execution_id
+        self.flow_id = flow_id
+        self.fold = Fold()
+        self.writer = random.getrandbits(60) + 1
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        """The next event; it is folded here at once."""
+        known = (
+            {"flow": self.flow_id, "version": 1} if kind == Kind.EXECUTION_STARTED else _FIELDS.get(kind, {})
+        )
+        sequence = self.fold.last_sequence + 1
+        event = Event(
+            self.id,
+            sequence,
+            kind,
+            pack({"at": _AT + sequence, **known, **fields}),
+            writer=self.writer,
+            is_kernel=kind in set(Kind),
+        )
+        self.fold.apply(event)
+        return event
+
+    def commit(self, *kinds: str, **options: Any) -> Commit:
+        """The next events as a commit; without kinds, one step's start."""
+        events = tuple(self.event(kind) for kind in kinds or (Kind.STEP_STARTED,))
+        return Commit(self.id, events, project(self.fold), **options)
+
+    def start(self, ownership: Ownership = READY, **new: Any) -> Commit:
+        return self.commit(Kind.EXECUTION_STARTED, ownership=ownership, new=NewExecution(**new))
+
+    def park(self, **options: Any) -> Commit:
+        return self.commit(Kind.EXECUTION_SUSPENDED, ownership=NOBODY, **options)
+
+    def answer(self, ownership: Ownership = READY, **options: Any) -> Commit:
+        return self.commit(Kind.EXECUTION_RESUMED, ownership=ownership, **options)
+
+    def end(self, **options: Any) -> Commit:
+        return self.commit(Kind.EXECUTION_COMPLETED, ownership=NOBODY, **{"timers_off": None, **options})
+
+    def fork(self) -> Log:
+        """The same execution in the eyes of a rival, who writes from here on."""
+        rival = Log(self.id, self.flow_id)
+        rival.fold = Fold(self.fold.state())
+        return rival
+
+
+class StoreConformance:
+    """What the kits share: the store under test, and ids that no other test has."""
+
+    def make_store(self) -> Store:
+        """Return the store to test; called once by each test, and again for a second process's view."""
+        raise NotImplementedError
+
+    def setup_method(self) -> None:
+        self.store = self.make_store()
+        self.flow_id = f"flow-{uuid.uuid4().hex[:12]}"
+        self.known = Known({self.flow_id: 1})
+        self._logs = 0
+
+    setUp = setup_method
+
+    def log(self, *, flow_id: str | None = None, name: str | None = None) -> Log:
+        """A log that is not started."""
+        self._logs += 1
+        return Log(name or f"{self.flow_id}-{self._logs}", flow_id or self.flow_id)
+
+    def started(self, ownership: Ownership = READY, **new: Any) -> Log:
+        log = self.log()
+        self.store.append(log.start(ownership, **new))
+        return log
+
+    def running(self) -> Log:
+        """Started, and held for a minute."""
+        return self.started(held_by())
+
+    def parked(self, **options: Any) -> Log:
+        log = self.running()
+        self.store.append(log.park(**options))
+        return log
+
+    def owner(self, log: Log) -> str:
+        """Which of the four it is; asserts that it is exactly one."""
+        status = self.store.status(log.id)
+        assert status is not None
+        held = self.store.held(log.id) is not None
+        ready = any(
+            lease.execution_id == log.id for lease in self.store.stale_ready(grace=-1e9, limit=10_000)
+        )
+        if status in (Status.PENDING, Status.RUNNING):
+            assert held != ready
+            return "held" if held else "ready"
+        assert not held
+        assert not ready
+        return "parked" if status == Status.SUSPENDED else "finished"
+
+    def refused(self, commit: Commit, reason: type[_E]) -> _E:
+        """Append what must be refused, and assert that nothing of it landed."""
+        before = self.snapshot(commit)
+        error: _E | None = None
+        try:
+            self.store.append(commit)
+        except reason as raised:
+            error = raised
+        assert error is not None, f"{commit} was not refused"
+        assert self.snapshot(commit) == before
+        return error
+
+    def snapshot(self, commit: Commit) -> list[Any]:
+        """All that a commit could change."""
+        seen: list[Any] = []
+        ids = [commit.execution_id, *(other.execution_id for other in commit.also), *commit.wake]
+        for key in ids:
+            seen += [
+                self.store.read(key),
+                self.store.status(key),
+                self.store.held(key),
+                self.store.timers(key),
+                self.store.fence(key),
+                self.store.wakes(key),
+                self.store.message_names(key),
+            ]
+        return seen
+
+    def in_threads(self, count: int, work: Callable[[int], _T]) -> list[_T]:
+        """Do the work in threads that begin together, and return what each returned."""
+        barrier = threading.Barrier(count)
+
+        def begin(number: int) -> _T:
+            barrier.wait(timeout=30)
+            try:
+                return work(number)
+            finally:
+                self.store.close_connections()
+
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(begin, range(count)))
+
+
+def _outcome(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__
+    return "landed"
+
+
+class EventStoreConformance(StoreConformance):
+    """The log and its fences."""
+
+    # Sequences.
+
+    def test_a_log_comes_back_in_order_as_it_was_written(self) -> None:
+        """Kinds, payload texts, fences, writers and stamps are read as they were appended."""
+        log = self.running()
+        commit = log.commit(Kind.STEP_STARTED, "shipped", Kind.STEP_COMPLETED)
+        self.store.append(commit)
+        read = self.store.read(log.id, after=1)
+        assert [replace(event, recorded_at=None) for event in read] == list(commit.events)
+
+    def test_payload_text_survives_byte_by_byte(self) -> None:
+        """Order and doubles of keys, spacing of numbers, escapes and long numbers are the writer's."""
+        log = self.running()
+        body = (
+            '{"at":1,"step":"s","tool":"t","b":1.10,"a":[1e2,' + "9" * 40 + '],"b":"\\u0000 \\ud800 \\u00e9"}'
+        )
+        event = replace(log.event(Kind.STEP_STARTED), body=body)
+        self.store.append(Commit(log.id, (event,), project(log.fold)))
+        assert self.store.read(log.id)[-1].body == body
+
+    def test_events_are_stamped_by_the_store_s_clock(self) -> None:
+        """recorded_at is aware, and lies between two looks at the store's clock."""
+        before = self.store.now()
+        log = self.started()
+        (event,) = self.store.read(log.id)
+        assert event.recorded_at is not None
+        assert before <= event.recorded_at <= self.store.now()
+
+    def test_a_part_of_a_log_can_be_read(self) -> None:
+        """after and limit cut, and a log that is not there is empty."""
+        log = self.running()
+        self.store.append(log.commit(*[Kind.STEP_STARTED] * 5))
+        assert [event.sequence for event in self.store.read(log.id, after=2)] == [3, 4, 5, 6]
+        assert [event.sequence for event in self.store.read(log.id, after=2, limit=2)] == [3, 4]
+        assert self.store.read(log.id, after=6) == []
+        assert self.store.read(self.log().id) == []
+
+    def test_a_gap_is_refused(self) -> None:
+        """An append whose predecessor is not there does not land, whatever came of the one before it."""
+        log = self.running()
+        log.commit()
+        self.refused(log.commit(), SequenceOccupied)
+
+    def test_a_start_needs_no_predecessor_and_others_do(self) -> None:
+        """An append to an execution that was never started is refused."""
+        log = self.log()
+        log.start()
+        self.refused(log.commit(), SequenceOccupied)
+
+    def test_a_sequence_is_taken_once(self) -> None:
+        """The second of two writers of one sequence is refused, with nothing of its commit landed."""
+        log = self.running()
+        rival = log.fork()
+        self.store.append(log.commit())
+        error = self.refused(rival.commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED), SequenceOccupied)
+        assert (error.execution_id, error.sequence) == (log.id, 2)
+
+    def test_of_eight_writers_one_lands(self) -> None:
+        """Writers that race for one sequence leave one history."""
+        log = self.running()
+        commits = [log.fork().commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED) for _ in range(8)]
+        outcomes = self.in_threads(8, lambda number: _outcome(lambda: self.store.append(commits[number])))
+        assert sorted(outcomes) == ["SequenceOccupied"] * 7 + ["landed"]
+        read = self.store.read(log.id, after=1)
+        assert len(read) == 2
+        assert len({event.writer for event in read}) == 1
+
+    def test_what_is_not_consecutive_is_a_mistake(self) -> None:
+        """A gap inside a commit, another's event, or a start that is not the first event is a ValueError."""
+        log = self.running()
+        commit = log.commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED, Kind.STEP_STARTED)
+        gap = replace(commit, events=(commit.events[0], commit.events[2]))
+        other = replace(commit, execution_id=self.log().id)
+        late = replace(commit, new=NewExecution(), ownership=READY)
+        for wrong in (gap, other, late):
+            self.refused(wrong, ValueError)
+
+    # Starts.
+
+    def test_a_taken_id_refuses_a_start(self) -> None:
+        """The second start of one id changes nothing."""
+        log = self.started(priority=3)
+        self.refused(self.log(name=log.id).start(priority=4), SequenceOccupied)
+
+    def test_of_eight_starts_of_one_id_one_lands(self) -> None:
+        """Starters that race leave one execution."""
+        log = self.log()
+        starts = [self.log(name=log.id).start() for _ in range(8)]
+        outcomes = self.in_threads(8, lambda number: _outcome(lambda: self.store.append(starts[number])))
+        assert sorted(outcomes) == ["SequenceOccupied"] * 7 + ["landed"]
+        assert len(self.store.read(log.id)) == 1
+
+    def test_the_status_is_known_without_the_log(self) -> None:
+        """status follows the events, and is None for what is not there."""
+        log = self.log()
+        assert self.store.status(log.id) is None
+        seen = []
+        for commit in (log.start(held_by()), log.commit(), log.park(), log.answer(), log.end()):
+            self.store.append(commit)
+            seen.append(self.store.status(log.id))
+        assert seen == [Status.PENDING, Status.RUNNING, Status.SUSPENDED, Status.RUNNING, Status.COMPLETED]
+
+    # The writer tells a lost acknowledgement from a rival.
+
+    def test_what_had_landed_lands_no_second_time(self) -> None:
+        """The same commit sent again returns as if it had landed now, and changes nothing."""
+        log = self.running()
+        commit = log.commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED)
+        self.store.append(commit)
+        before = self.snapshot(commit)
+        self.store.append(commit)
+        assert self.snapshot(commit) == before
+
+    def test_what_had_landed_is_known_behind_later_events_and_a_moved_token(self) -> None:
+        """Neither a log that went on nor a fence taken since makes it a refusal."""
+        log = self.running()
+        start_again = Log(log.id, log.flow_id)
+        start_again.writer = log.writer
+        commit = log.commit()
+        self.store.append(commit)
+        self.store.append(log.commit())
+        self.store.acquire_fence(log.id)
+        self.store.append(commit)
+        self.store.append(start_again.start(held_by()))
+        assert len(self.store.read(log.id)) == 3
+
+    def test_equal_content_of_another_writer_is_a_rival_s(self) -> None:
+        """Only the writer decides: the same events from somebody else are refused."""
+        log = self.running()
+        rival = log.fork()
+        self.store.append(log.commit())
+        self.refused(rival.commit(), SequenceOccupied)
+
+    def test_a_writer_of_zero_proves_nothing(self) -> None:
+        """Events without a writer are never taken for one's own."""
+        log = self.running()
+        log.writer = 0
+        commit = log.commit()
+        self.store.append(commit)
+        self.refused(commit, SequenceOccupied)
+
+    def test_a_part_that_is_one_s_own_is_not_the_whole(self) -> None:
+        """A longer commit of the same writer over a shorter one has not landed."""
+        log = self.running()
+        again = log.fork()
+        again.writer = log.writer
+        self.store.append(log.commit())
+        self.refused(again.commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED), SequenceOccupied)
+
+    # Fences.
+
+    def test_nobody_s_token_is_zero(self) -> None:
+        """An execution that nobody fenced takes any append, whatever token is presented."""
+        log = self.running()
+        assert self.store.fence(log.id) == 0
+        self.store.append(log.commit())
+        self.store.append(log.commit(fence=3))
+        assert self.store.fence(log.id) == 0
+
+    def test_a_stale_token_is_refused(self) -> None:
+        """Only the newest token may write."""
+        log = self.running()
+        old = self.store.acquire_fence(log.id)
+        new = self.store.acquire_fence(log.id)
+        error = self.refused(log.fork().commit(fence=old), StaleFenceError)
+        assert (error.execution_id, error.fence, error.current) == (log.id, old, new)
+        self.store.append(log.commit(fence=new))
+
+    def test_a_missing_token_is_refused_on_a_fenced_execution(self) -> None:
+        """Whoever presents none is older than any fence."""
+        log = self.running()
+        self.store.acquire_fence(log.id)
+        for commit in (log.fork().commit(), log.fork().park(), log.fork().end()):
+            self.refused(commit, StaleFenceError)
+
+    def test_notes_of_others_need_no_token(self) -> None:
+        """Audit kinds are exempt from the guard, but not in one commit with a fact."""
+        log = self.running()
+        self.store.acquire_fence(log.id)
+        self.refused(log.fork().commit(Kind.EXECUTION_DENIED, Kind.STEP_STARTED), StaleFenceError)
+        self.store.append(log.commit(Kind.EXECUTION_DENIED))
+        self.store.append(log.commit(Kind.EFFECT_RETURNED_LATE, Kind.EXECUTION_DENIED))
+        assert len(self.store.read(log.id)) == 4
+
+    def test_tokens_only_grow_under_eight_threads(self) -> None:
+        """No two acquirers get the same token, and none is lost."""
+        log = self.parked()
+
+        def acquire(_: int) -> list[int]:
+            return [self.store.acquire_fence(log.id) for _ in range(10)]
+
+        taken = self.in_threads(8, acquire)
+        assert all(tokens == sorted(tokens) for tokens in taken)
+        assert sorted(token for tokens in taken for token in tokens) == list(range(1, 81))
+        assert self.store.fence(log.id) == 80
+
+    def test_a_fence_can_come_before_its_execution(self) -> None:
+        """An id that somebody fenced is started under a token moved once more."""
+        log = self.log()
+        self.store.acquire_fence(log.id)
+        self.store.append(log.start(held_by()))
+        assert self.store.fence(log.id) == 2
+        self.refused(log.fork().commit(fence=1), StaleFenceError)
+        self.store.append(log.commit(fence=2))
+
+    def test_token_and_wakes_come_with_the_log(self) -> None:
+        """load gives what stood before the log was read."""
+        log = self.running()
+        self.store.acquire_fence(log.id)
+        self._wake(log)
+        loaded = self.store.load(log.id, after=0)
+        assert (loaded.fence, loaded.wakes) == (1, 1)
+        assert [event.sequence for event in loaded.events] == [1]
+        assert self.store.load(log.id, after=1).events == ()
+
+    # Wakes.
+
+    def _wake(self, log: Log) -> None:
+        self.store.send(log.id, name="n", message_id=uuid.uuid4().hex, body="1")
+
+    def test_a_wake_between_look_and_park_refuses_the_park(self) -> None:
+        """A moved count is WakesMoved; with a fresh count the park lands."""
+        log = self.running()
+        seen = self.store.wakes(log.id)
+        self._wake(log)
+        error = self.refused(log.fork().park(wakes=seen), WakesMoved)
+        assert error.execution_id == log.id
+        self.store.append(log.park(wakes=self.store.wakes(log.id)))
+        assert self.owner(log) == "parked"
+
+    def test_a_park_that_looked_at_nothing_needs_no_count(self) -> None:
+        """Without wakes, a park lands however many came."""
+        log = self.running()
+        self._wake(log)
+        self.store.append(log.park())
+
+    def test_a_member_of_a_chain_looks_at_the_chain_s_wakes(self) -> None:
+        """wakes_of names the row that counts."""
+        first, log = self.log(), self.running()
+        self._wake(first)
+        self.refused(log.fork().park(wakes=0, wakes_of=first.id), WakesMoved)
+        self.store.append(log.park(wakes=1, wakes_of=first.id))
+
+    def test_every_wake_counts_against_every_park(self) -> None:
+        """Of a park and a wake that race, either the park is refused or the wake finds it parked."""
+        for _ in range(10):
+            log = self.running()
+            seen: dict[int, str] = {}
+            park = log.park(wakes=0)
+
+            def race(number: int, log: Log = log, park: Commit = park, seen: dict[int, str] = seen) -> None:
+                if number:
+                    self._wake(log)
+                    seen[1] = str(self.store.status(log.id))
+                else:
+                    seen[0] = _outcome(lambda: self.store.append(park))
+
+            self.in_threads(2, race)
+            assert seen[0] == "WakesMoved" or seen[1] == Status.SUSPENDED
+
+    def test_a_commit_can_wake_others(self) -> None:
+        """Each gets one more wake and a due re-drive row, with the commit or not at all."""
+        log, parent = self.running(), self.parked()
+        refused = replace(log.fork().end(wake=(parent.id,)), fence=None)
+        self.store.acquire_fence(log.id)
+        self.refused(refused, StaleFenceError)
+        self.store.append(log.end(fence=1, wake=(parent.id,)))
+        assert self.store.wakes(parent.id) == 1
+        (row,) = self.store.timers(parent.id)
+        assert row.redrive == 0
+        assert row.wake_at <= self.store.now()
+
+    # All or nothing.
+
+    def _rich(self, log: Log, **options: Any) -> Commit:
+        """A park that changes everything that a commit can change."""
+        self.store.send(log.id, name="m", message_id="1", body="1")
+        (message,) = self.store.inbox(log.id, "m")
+        return log.commit(
+            Kind.STEP_STARTED,
+            Kind.EXECUTION_SUSPENDED,
+            ownership=NOBODY,
+            timers=(TimerRow(log.id, self.store.now()),),
+            messages=(message.number,),
+            **options,
+        )
+
+    def test_a_commit_lands_whole(self) -> None:
+        """Events, projection, timers, messages and ownership are all there."""
+        log = self.running()
+        self.store.append(self._rich(log))
+        assert [event.sequence for event in self.store.read(log.id)] == [1, 2, 3]
+        assert self.owner(log) == "parked"
+        assert len([row for row in self.store.timers(log.id) if row.redrive is None]) == 1
+        assert self.store.message_names(log.id) == set()
+
+    def test_a_refused_commit_leaves_nothing(self) -> None:
+        """Refused by the fence, by the wakes or by the sequence: none of its parts is there."""
+        log = self.running()
+        commit = self._rich(log, wakes=0)
+        self.refused(commit, WakesMoved)
+        self.refused(replace(commit, wakes=None, events=commit.events[1:]), SequenceOccupied)
+        self.store.acquire_fence(log.id)
+        self.refused(replace(commit, wakes=None), StaleFenceError)
+
+    def test_commits_that_go_together_land_together(self) -> None:
+        """A child's start lands with its parent's event, and neither lands if one is refused."""
+        parent, child, taken = self.running(), self.log(), self.started()
+        both = replace(parent.fork().commit(Kind.CHILD_STARTED), also=(self.log(name=taken.id).start(),))
+        error = self.refused(both, SequenceOccupied)
+        assert error.execution_id == taken.id
+        self.store.append(parent.commit(Kind.CHILD_STARTED, also=(child.start(parent_id=parent.id),)))
+        assert self.owner(child) == "ready"
+        ahead = parent.fork()
+        ahead.commit()
+        self.refused(ahead.commit(also=(self.log().start(),)), SequenceOccupied)
+
+    def test_together_and_landed_before(self) -> None:
+        """Sent again, commits that go together are known for their own."""
+        parent, child = self.running(), self.log()
+        commit = parent.commit(Kind.CHILD_STARTED, also=(child.start(),))
+        self.store.append(commit)
+        before = self.snapshot(commit)
+        self.store.append(commit)
+        assert self.snapshot(commit) == before
+
+    def test_a_successor_starts_with_the_end_of_its_predecessor(self) -> None:
+        """EXECUTION_CONTINUED and the next start are one commit; messages of the chain stay."""
+        first = self.running()
+        self._wake(first)
+        successor = self.log(name=f"{first.id}~2")
+        self.store.append(first.commit(
+            Kind.EXECUTION_CONTINUED, ownership=NOBODY, timers_off=None, also=(successor.start(chain=first.id),)
+        ))  # fmt: skip
+        assert self.owner(first) == "finished"
+        assert self.owner(successor) == "ready"
+
+    # Ownership: exactly one of four.
+
+    def test_exactly_one_of_four_at_every_commit(self) -> None:
+        """From start to end each commit leaves the execution finished, parked, ready or held."""
+        log = self.log()
+        seen = []
+        for commit in (
+            log.start(READY),
+            log.commit(Kind.EXECUTION_DENIED),
+            log.park(),
+            log.commit(Kind.EXECUTION_DENIED),
+            log.answer(held_by()),
+            log.commit(),
+            log.commit(ownership=READY),
+            log.commit(ownership=held_by()),
+            log.park(),
+            log.answer(),
+            log.end(),
+            log.commit(Kind.OUTCOME_RECORDED),
+        ):
+            self.store.append(commit)
+            seen.append(self.owner(log))
+        assert seen == [
+            "ready", "ready", "parked", "parked", "held", "held", "ready", "held", "parked", "ready",
+            "finished", "finished",
+        ]  # fmt: skip
+
+    def test_ownership_that_belies_the_status_is_a_mistake(self) -> None:
+        """A start that says nothing, a park that is ready, an end that is held, a run that is nobody's."""
+        log = self.running()
+        fresh = self.log()
+        for wrong in (
+            fresh.start(KEEP),
+            log.fork().commit(Kind.EXECUTION_SUSPENDED, ownership=READY),
+            log.fork().commit(Kind.EXECUTION_SUSPENDED),
+            log.fork().commit(Kind.EXECUTION_COMPLETED, ownership=held_by()),
+            log.fork().commit(ownership=NOBODY),
+        ):
+            self.refused(wrong, ValueError)
+
+    def test_a_commit_can_hand_over_a_lease(self) -> None:
+        """held gives the execution to an owner until ttl from now by the store's clock."""
+        before = self.store.now()
+        log = self.started(held_by("me", 7, 90))
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert (lease.owner, lease.token, lease.flow_id, lease.version) == ("me", 7, self.flow_id, 1)
+        assert before + timedelta(seconds=90) <= lease.until <= self.store.now() + timedelta(seconds=90)
+
+    def test_keep_leaves_the_owner(self) -> None:
+        """A step's facts change neither the lease nor its end."""
+        log = self.running()
+        before = self.store.held(log.id)
+        self.store.append(log.commit())
+        assert self.store.held(log.id) == before
+
+    # Many at once.
+
+    def test_many_land_each_by_itself(self) -> None:
+        """One refused commit never fails its neighbours."""
+        logs = [self.running() for _ in range(4)]
+        commits = [log.commit() for log in logs]
+        rival = Log(logs[1].id, self.flow_id)
+        rival.start()
+        self.store.append(rival.commit(Kind.STEP_STARTED))
+        self.store.acquire_fence(logs[2].id)
+        outcomes = self.store.append_many(commits)
+        assert [type(outcome) for outcome in outcomes] == [
+            type(None), SequenceOccupied, StaleFenceError, type(None),
+        ]  # fmt: skip
+        assert [len(self.store.read(log.id)) for log in logs] == [2, 2, 1, 2]
+
+    def test_many_of_one_execution_land_in_order(self) -> None:
+        """Several commits of one execution in one call land one behind the other."""
+        logs = [self.running() for _ in range(3)]
+        commits = [log.commit() for _ in range(3) for log in logs] + [log.park(wakes=0) for log in logs]
+        assert self.store.append_many(commits) == [None] * 12
+        for log in logs:
+            assert [event.sequence for event in self.store.read(log.id)] == [1, 2, 3, 4, 5]
+            assert self.owner(log) == "parked"
+
+    def test_behind_a_refused_one_all_are_refused(self) -> None:
+        """What follows a refused commit of its execution is refused too, and leaves no gap."""
+        log, other = self.running(), self.running()
+        rival = log.fork()
+        self.store.append(rival.commit())
+        outcomes = self.store.append_many([log.commit(), other.commit(), log.commit(), log.park(wakes=0)])
+        assert [outcome is None for outcome in outcomes] == [False, True, False, False]
+        assert len(self.store.read(log.id)) == 2
+
+    def test_many_may_wake_one(self) -> None:
+        """Children that end together each count at their parent."""
+        parent = self.parked()
+        children = [self.running() for _ in range(5)]
+        assert self.store.append_many([child.end(wake=(parent.id,)) for child in children]) == [None] * 5
+        assert self.store.wakes(parent.id) == 5
+        assert {row.redrive for row in self.store.timers(parent.id)} == {0}
+
+    def test_a_wake_and_a_park_of_one_execution_in_one_call(self) -> None:
+        """The child's end comes first, so the parent's park has to look again."""
+        parent, child = self.running(), self.running()
+        outcomes = self.store.append_many([child.end(wake=(parent.id,)), parent.park(wakes=0)])
+        assert outcomes[0] is None
+        assert isinstance(outcomes[1], WakesMoved)
+
+    def test_a_mistake_among_many_is_its_own(self) -> None:
+        """A commit that no caller may send is reported in its place; the others land."""
+        good, bad = self.running(), self.running()
+        outcomes = self.store.append_many([bad.commit(ownership=NOBODY), good.commit()])
+        assert isinstance(outcomes[0], ValueError)
+        assert outcomes[1] is None
+
+    def test_none_is_nothing(self) -> None:
+        """No commits, no outcomes."""
+        assert self.store.append_many([]) == []
+
+    # Deletion.
+
+    def test_only_what_has_ended_can_be_deleted(self) -> None:
+        """What runs, waits, or is not there stays as it is."""
+        running, parked = self.running(), self.parked()
+        for log in (running, parked, self.log()):
+            assert self.store.delete_execution(log.id) is False
+        assert self.owner(running) == "held"
+        assert self.owner(parked) == "parked"
+
+    def test_deletion_takes_all_rows(self) -> None:
+        """Log, row, timers and messages go, and the id is free again."""
+        log = self.parked()
+        self._wake(log)
+        self.store.append(log.end(timers_off=()))
+        assert self.store.delete_execution(log.id) is True
+        assert self.store.read(log.id) == []
+        assert self.store.status(log.id) is None
+        assert self.store.timers(log.id) == []
+        assert self.store.message_names(log.id) == set()
+        assert (self.store.fence(log.id), self.store.wakes(log.id)) == (0, 0)
+        self.store.append(self.log(name=log.id).start())
+
+    def test_deletion_keeps_a_real_token(self) -> None:
+        """A zombie of the deleted execution cannot write into one that is started under its id."""
+        log = self.running()
+        token = self.store.acquire_fence(log.id)
+        zombie = log.fork()
+        self.store.append(log.end(fence=token))
+        assert self.store.delete_execution(log.id) is True
+        assert self.store.fence(log.id) == token
+        again = self.log(name=log.id)
+        self.store.append(again.start(held_by()))
+        assert self.store.fence(log.id) == token + 1
+        self.refused(zombie.commit(fence=token), StaleFenceError)
+
+    def test_a_chain_keeps_its_messages_until_its_last_member_goes(self) -> None:
+        """Deleting an earlier member takes neither what the newest has to read nor the count it looks at."""
+        first = self.running()
+        self._wake(first)
+        second = self.log(name=f"{first.id}~2")
+        self.store.append(
+            first.commit(
+                Kind.EXECUTION_CONTINUED,
+                ownership=NOBODY,
+                timers_off=None,
+                also=(second.start(held_by(), chain=first.id),),
+            )
+        )
+        assert self.store.delete_execution(first.id) is True
+        assert self.store.message_names(first.id) == {"n"}
+        assert self.store.wakes(first.id) == 1
+        self.store.append(second.end())
+        assert self.store.delete_execution(second.id) is True
+        assert self.store.message_names(first.id) == set()
+        assert self.store.wakes(first.id) == 0
+
+    # Clock and transaction.
+
+    def test_the_clock_can_be_moved_for_tests(self) -> None:
+        """shift_clock moves now, the stamps and the offset alike."""
+        offset = self.store.clock_offset()
+        before = self.store.now()
+        self.store.shift_clock(timedelta(days=3))
+        assert timedelta(days=3) <= self.store.now() - before < timedelta(days=3, minutes=5)
+        assert abs(self.store.clock_offset() - offset - 3 * 86_400) < 60
+        log = self.started()
+        (event,) = self.store.read(log.id)
+        assert event.recorded_at is not None
+        assert event.recorded_at >= before + timedelta(days=3)
+
+    def test_the_offset_leads_to_the_store_s_clock(self) -> None:
+        """This process's clock plus the offset is the store's now."""
+        self.store.measure()
+        seen = datetime.now(UTC) + timedelta(seconds=self.store.clock_offset())
+        assert abs((self.store.now() - seen).total_seconds()) < 60
+
+    def test_a_transaction_lands_whole_or_not(self) -> None:
+        """Appends of a block that raises are undone; callbacks wait for the commit."""
+        log = self.running()
+        called: list[str] = []
+        lost = log.fork()
+        with suppress(_Stop), self.store.transaction():
+            assert self.store.in_transaction()
+            self.store.append(lost.commit())
+            self.store.on_commit(lambda: called.append("lost"))
+            raise _Stop
+        assert len(self.store.read(log.id)) == 1
+        with self.store.transaction():
+            self.store.append(log.commit())
+            self.store.on_commit(lambda: called.append("kept"))
+            assert not self.store.marked_for_rollback()
+            assert called == []
+        assert not self.store.in_transaction()
+        assert called == ["kept"]
+        assert len(self.store.read(log.id)) == 2
+
+    def test_a_refusal_leaves_the_transaction_usable(self) -> None:
+        """What was done before and what is done after a refused append lands with the block."""
+        log, other = self.running(), self.running()
+        rival = log.fork()
+        self.store.append(log.commit())
+        with self.store.transaction():
+            self.store.append(other.commit())
+            self.refused(rival.commit(), SequenceOccupied)
+            self.store.append(other.commit())
+        assert len(self.store.read(other.id)) == 3
+
+    def test_a_callback_runs_at_once_outside_and_breaks_nobody(self) -> None:
+        """Without a transaction there is nothing to wait for, and a failing callback is only reported."""
+        called: list[int] = []
+        self.store.on_commit(lambda: called.append(1))
+        self.store.on_commit(lambda: called.append(1 // 0))
+        assert called == [1]
+
+
+class _Stop(Exception):
+    pass
+
+
+class TimerStoreConformance(StoreConformance):
+    """The wakes that are owed."""
+
+    def at(self, seconds: float) -> datetime:
+        """That many seconds from a moment that is the same all through a test."""
+        self._zero: datetime = getattr(self, "_zero", None) or self.store.now()
+        return self._zero + timedelta(seconds=seconds)
+
+    def due(
+        self, *, limit: int = 100, hold: float = 60, redrive: bool = True, known: Known | None = None
+    ) -> list[str]:
+        claimed = self.store.claim_due(limit=limit, hold=hold, known=known or self.known, redrive=redrive)
+        return [due.row.execution_id for due in claimed if due.flow_id in ("", self.flow_id)]
+
+    def test_rows_come_back_as_they_were_owed(self) -> None:
+        """Soonest first, to the microsecond, with all their marks."""
+        log = self.parked()
+        rows = [
+            TimerRow(log.id, self.at(5).replace(microsecond=123_456)),
+            TimerRow(log.id, self.at(10).replace(microsecond=0), redrive=2),
+            TimerRow(log.id, self.at(15), deadline=True),
+            TimerRow(log.id, self.at(20), not_before=self.at(30), tries=4),
+        ]
+        for row in reversed(rows):
+            self.store.schedule(row)
+        assert self.store.timers(log.id) == rows
+
+    def test_a_row_is_one_per_execution_and_instant(self) -> None:
+        """Owing it twice is owing it once; another instant or execution is another row."""
+        log, other = self.parked(), self.parked()
+        for row in (
+            TimerRow(log.id, self.at(1)),
+            TimerRow(log.id, self.at(1)),
+            TimerRow(other.id, self.at(1)),
+        ):
+            self.store.schedule(row)
+        self.store.schedule(TimerRow(log.id, self.at(2)))
+        assert [row.wake_at for row in self.store.timers(log.id)] == [self.at(1), self.at(2)]
+
+    def test_an_upsert_drops_no_mark(self) -> None:
+        """A plain wake on the row of a re-drive or a deadline leaves it one; a mark is added to a plain row."""
+        log = self.parked()
+        for first, second in ((None, 3), (3, None), (1, 3)):
+            self.store.schedule(TimerRow(log.id, self.at(1), redrive=first))
+            self.store.schedule(TimerRow(log.id, self.at(1), redrive=second))
+            (row,) = self.store.timers(log.id)
+            assert row.redrive == 3
+            self.store.retire(log.id, self.at(1))
+        for options in ((False, True), (True, False)):
+            for deadline in options:
+                self.store.schedule(TimerRow(log.id, self.at(2), deadline=deadline))
+            assert [row.deadline for row in self.store.timers(log.id)] == [True]
+            self.store.retire(log.id, self.at(2))
+
+    def test_a_commit_s_row_keeps_the_marks_too(self) -> None:
+        """A park on the instant of a re-drive leaves its mark."""
+        log = self.running()
+        self.store.schedule(TimerRow(log.id, self.at(1), redrive=0))
+        self.store.append(log.park(timers=(TimerRow(log.id, self.at(1)),)))
+        assert [row.redrive for row in self.store.timers(log.id)] == [0]
+
+    def test_a_wake_written_anew_is_due_at_its_own_time(self) -> None:
+        """The put-off of an older wake of the same instant does not hold for it."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.put_off(due.row, delay=600, tries=5)
+        assert self.due() == []
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        assert self.due() == [log.id]
+        assert self.store.timers(log.id)[0].tries == 0
+
+    def test_an_answer_takes_its_own_wakes(self) -> None:
+        """timers_off drops plain rows of those instants and no others."""
+        log = self.running()
+        rows = (
+            TimerRow(log.id, self.at(1)),
+            TimerRow(log.id, self.at(2)),
+            TimerRow(log.id, self.at(3), redrive=0),
+            TimerRow(log.id, self.at(4), deadline=True),
+        )
+        self.store.append(log.park(timers=rows))
+        off = (self.at(1), self.at(3), self.at(4), self.at(9))
+        self.store.append(log.answer(timers_off=off))
+        assert self.store.timers(log.id) == list(rows[1:])
+
+    def test_a_wake_that_is_taken_and_owed_again_stays(self) -> None:
+        """One commit that answers and parks on the same instant leaves the row."""
+        log = self.running()
+        row = TimerRow(log.id, self.at(1))
+        self.store.append(log.park(timers=(row,)))
+        self.store.append(log.park(timers=(row,), timers_off=(self.at(1),)))
+        assert self.store.timers(log.id) == [row]
+
+    def test_an_end_takes_all_rows(self) -> None:
+        """Deadlines and re-drives go with the rest, another execution's stay."""
+        log, other = self.running(), self.parked()
+        for row in (TimerRow(log.id, self.at(1)), TimerRow(log.id, self.at(2), redrive=1, deadline=True)):
+            self.store.schedule(row)
+        self.store.schedule(TimerRow(other.id, self.at(1)))
+        self.store.append(log.end())
+        assert self.store.timers(log.id) == []
+        assert len(self.store.timers(other.id)) == 1
+
+    def test_a_commit_may_owe_another_execution_a_wake(self) -> None:
+        """A row of the parent lands with the child's commit."""
+        log, parent = self.running(), self.parked()
+        self.store.append(log.commit(timers=(TimerRow(parent.id, self.at(1), redrive=0),)))
+        assert self.store.timers(log.id) == []
+        assert len(self.store.timers(parent.id)) == 1
+
+    def test_due_rows_come_longest_due_first(self) -> None:
+        """Only what is due, by wake_at or by not_before, within the limit."""
+        logs = [self.parked() for _ in range(5)]
+        for log, row in zip(
+            logs,
+            (
+                TimerRow(logs[0].id, self.at(-10)),
+                TimerRow(logs[1].id, self.at(-30)),
+                TimerRow(logs[2].id, self.at(60)),
+                TimerRow(logs[3].id, self.at(-40), not_before=self.at(-20)),
+                TimerRow(logs[4].id, self.at(-40), not_before=self.at(60)),
+            ),
+            strict=True,
+        ):
+            assert log.id == row.execution_id
+            self.store.schedule(row)
+        assert self.due(limit=2) == [logs[1].id, logs[3].id]
+        assert self.due() == [logs[0].id]
+        assert self.due() == []
+
+    def test_a_due_row_tells_what_is_needed_to_judge_it(self) -> None:
+        """The row, the store's clock, flow and version."""
+        log = self.parked()
+        row = TimerRow(log.id, self.at(-1), redrive=2, deadline=True, tries=3)
+        self.store.schedule(row)
+        before = self.store.now()
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        assert replace(due.row, not_before=None) == row
+        assert (due.flow_id, due.version) == (self.flow_id, 1)
+        assert before <= due.now <= self.store.now()
+        assert due.row == self.store.timers(log.id)[0]
+
+    def test_a_claimed_row_is_nobody_else_s_while_it_is_held(self) -> None:
+        """After the hold it is due again, for a claimer who died."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        assert self.due(hold=60) == [log.id]
+        assert self.due() == []
+        self.store.shift_clock(timedelta(seconds=61))
+        assert self.due() == [log.id]
+
+    def test_eight_claimers_share_the_due_rows(self) -> None:
+        """Each row goes to exactly one of them."""
+        logs = [self.parked() for _ in range(40)]
+        for log in logs:
+            self.store.schedule(TimerRow(log.id, self.at(-1)))
+
+        def claim(_: int) -> list[str]:
+            mine: list[str] = []
+            while claimed := self.due(limit=3):
+                mine += claimed
+            return mine
+
+        shares = self.in_threads(8, claim)
+        # One that finds all due rows locked by others ends early; what is left over is for the next claim.
+        taken = [execution_id for share in shares for execution_id in share] + self.due()
+        assert sorted(taken) == sorted(log.id for log in logs)
+
+    def test_redrives_are_left_out_before_the_limit(self) -> None:
+        """Rows that a node without a re-driver cannot judge do not starve plain ones behind them."""
+        logs = [self.parked() for _ in range(4)]
+        for number, log in enumerate(logs):
+            self.store.schedule(TimerRow(log.id, self.at(-10 + number), redrive=0 if number < 3 else None))
+        assert self.due(limit=1, redrive=False) == [logs[3].id]
+        assert self.due(limit=9, redrive=False) == []
+        assert self.due(limit=9) == [log.id for log in logs[:3]]
+
+    def test_unknown_flows_are_left_out_before_the_limit(self) -> None:
+        """So are versions above the highest that the node has; lower ones are known."""
+        ours = [self.parked() for _ in range(2)]
+        for number, log in enumerate(ours):
+            self.store.schedule(TimerRow(log.id, self.at(-10 + number)))
+        assert self.due(known=Known({})) == []
+        assert self.due(known=Known({"another": 9})) == []
+        assert self.due(known=Known({self.flow_id: 0})) == []
+        assert self.due(limit=1, known=Known({"another": 1, self.flow_id: 3})) == [ours[0].id]
+        stranger = self.log(flow_id=f"{self.flow_id}-strange")
+        self.store.append(stranger.start(held_by()))
+        self.store.append(stranger.park(timers=(TimerRow(stranger.id, self.at(-99)),)))
+        assert self.due(limit=1) == [ours[1].id]
+
+    def test_a_row_without_its_execution_goes_to_anybody(self) -> None:
+        """Nobody knows its flow, and somebody has to retire it."""
+        lost = self.log()
+        self.store.schedule(TimerRow(lost.id, self.at(-1)))
+        claimed = self.store.claim_due(limit=100, hold=60, known=Known({}), redrive=True)
+        (due,) = (due for due in claimed if due.row.execution_id == lost.id)
+        assert (due.flow_id, due.version) == ("", 0)
+
+    def test_a_row_can_be_put_off(self) -> None:
+        """It is due again after the delay, and remembers its tries."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.put_off(due.row, delay=600, tries=3)
+        self.store.shift_clock(timedelta(seconds=599))
+        assert self.due() == []
+        self.store.shift_clock(timedelta(seconds=2))
+        assert self.due() == [log.id]
+        assert self.store.timers(log.id)[0].tries == 3
+
+    def test_a_row_written_anew_is_not_put_off(self) -> None:
+        """Whoever claimed the older wake has no say over the new one."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        self.store.put_off(due.row, delay=600, tries=3)
+        assert self.due() == [log.id]
+
+    def test_a_row_written_anew_is_not_retired_by_the_older_claim(self) -> None:
+        """A body that parks again on the same instant keeps its wake."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        self.store.retire(log.id, due.row.wake_at, claimed=due.row)
+        assert len(self.store.timers(log.id)) == 1
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.retire(log.id, due.row.wake_at, claimed=due.row)
+        assert self.store.timers(log.id) == []
+
+    def test_a_retired_row_is_gone(self) -> None:
+        """That one only; retiring what is not there is nothing."""
+        log = self.parked()
+        for seconds in (1, 2):
+            self.store.schedule(TimerRow(log.id, self.at(seconds)))
+        self.store.retire(log.id, self.at(1))
+        self.store.retire(log.id, self.at(9))
+        assert [row.wake_at for row in self.store.timers(log.id)] == [self.at(2)]
+
+    def test_the_next_due_is_known(self) -> None:
+        """The soonest by wake_at or by not_before."""
+        log = self.parked()
+        early = self.at(-1_000_000)
+        self.store.schedule(TimerRow(log.id, early))
+        assert self.store.next_due() == early
+        self.store.schedule(
+            TimerRow(log.id, early - timedelta(days=9), not_before=early + timedelta(seconds=1))
+        )
+        assert self.store.next_due() == early
+        self.store.retire(log.id, early)
+        assert self.store.next_due() == early + timedelta(seconds=1)
+        self.store.retire(log.id, early - timedelta(days=9))
+        following = self.store.next_due()
+        assert following is None or following > early
+
+
+class LeaseStoreConformance(StoreConformance):
+    """Who is alive and holds an execution."""
+
+    def claim(self, log: Log, *, owner: str = "me", token: int = 7, ttl: float = 60) -> bool:
+        return self.store.claim(log.id, owner=owner, token=token, ttl=ttl)
+
+    def claim_ready(
+        self, *, limit: int = 100, queues: Sequence[str] | None = None, token: int = 7
+    ) -> list[str]:
+        claimed = self.store.claim_ready(
+            owner="me", token=token, ttl=60, limit=limit, known=self.known, queues=queues
+        )
+        return [one.execution_id for one in claimed]
+
+    def test_what_is_ready_can_be_claimed_once(self) -> None:
+        """The first claim holds it, the second finds it held."""
+        log = self.started()
+        assert self.claim(log) is True
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert (lease.owner, lease.token) == ("me", 7)
+        assert self.owner(log) == "held"
+        assert self.claim(log, owner="rival", token=8) is False
+        assert self.store.held(log.id) == lease
+
+    def test_only_what_is_ready_can_be_claimed(self) -> None:
+        """Held, parked, finished and unknown executions cannot."""
+        finished = self.running()
+        self.store.append(finished.end())
+        for log in (self.running(), self.parked(), finished, self.log()):
+            assert self.claim(log) is False
+
+    def test_what_is_ready_later_is_not_claimed_before(self) -> None:
+        """A start that waits for its time is claimed when it has come, by either way."""
+        later = self.store.now() + timedelta(seconds=60)
+        logs = [self.started(Ownership("ready", at=later)) for _ in range(2)]
+        assert self.claim(logs[0]) is False
+        assert self.claim_ready() == []
+        self.store.shift_clock(timedelta(seconds=61))
+        assert self.claim(logs[0]) is True
+        assert self.claim_ready() == [logs[1].id]
+
+    def test_a_batch_is_claimed_by_priority_and_age(self) -> None:
+        """High priorities first, and within one those that have been ready longest; a fence for each."""
+        now = self.store.now()
+        logs = [
+            self.started(Ownership("ready", at=now - timedelta(seconds=age)), priority=priority)
+            for age, priority in ((10, 0), (20, 0), (5, 9), (1, -3))
+        ]
+        claimed = self.store.claim_ready(owner="me", token=7, ttl=60, limit=3, known=self.known)
+        assert [one.execution_id for one in claimed] == [logs[2].id, logs[1].id, logs[0].id]
+        for one in claimed:
+            assert (one.token, one.fence) == (7, 1)
+            assert self.store.fence(one.execution_id) == 1
+            lease = self.store.held(one.execution_id)
+            assert lease is not None
+            assert (lease.owner, lease.token) == ("me", 7)
+        assert self.store.fence(logs[3].id) == 0
+        assert self.claim_ready() == [logs[3].id]
+
+    def test_a_claim_s_fence_shuts_out_the_one_before(self) -> None:
+        """Each claim of a batch moves the token on."""
+        log = self.started()
+        assert self.claim_ready() == [log.id]
+        self.store.append(log.commit(fence=1))
+        assert self.store.release(log.id, 7)
+        (again,) = self.store.claim_ready(owner="me", token=8, ttl=60, limit=9, known=self.known)
+        assert again.fence == 2
+        self.refused(log.commit(fence=1), StaleFenceError)
+
+    def test_queues_are_kept_apart(self) -> None:
+        """A worker of some queues takes nothing of others, also where those fill the limit."""
+        logs = [
+            self.started(queue=queue, priority=priority) for queue, priority in (("a", 9), ("b", 1), ("c", 0))
+        ]
+        assert self.claim_ready(limit=1, queues=["b", "c"]) == [logs[1].id]
+        assert self.claim_ready(queues=["x"]) == []
+        assert self.claim_ready(queues=[]) == []
+        assert self.claim_ready() == [logs[0].id, logs[2].id]
+
+    def test_unknown_flows_are_left_out_before_the_limit(self) -> None:
+        """So are versions above the highest that the node has."""
+        stranger = self.log(flow_id=f"{self.flow_id}-strange")
+        self.store.append(stranger.start(priority=99))
+        log = self.started()
+
+        def claim(flows: dict[str, int] | None) -> list[str]:
+            claimed = self.store.claim_ready(owner="me", token=7, ttl=60, limit=1, known=Known(flows))
+            return [one.execution_id for one in claimed]
+
+        assert claim({}) == []
+        assert claim({self.flow_id: 0}) == []
+        assert claim({self.flow_id: 2}) == [log.id]
+        assert claim({stranger.flow_id: 1}) == [stranger.id]
+
+    def test_eight_claimers_share_what_is_ready(self) -> None:
+        """Each execution goes to exactly one of them."""
+        logs = [self.started(priority=number % 3) for number in range(40)]
+
+        def claim(number: int) -> list[str]:
+            mine: list[str] = []
+            while claimed := self.claim_ready(limit=3, token=number + 1):
+                mine += claimed
+            return mine
+
+        shares = self.in_threads(8, claim)
+        taken = [execution_id for share in shares for execution_id in share] + self.claim_ready()
+        assert sorted(taken) == sorted(log.id for log in logs)
+
+    def test_eight_claimers_of_one_execution(self) -> None:
+        """One gets it."""
+        log = self.started()
+        won = self.in_threads(8, lambda number: self.claim(log, owner=f"o{number}", token=number + 1))
+        assert sorted(won) == [False] * 7 + [True]
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert lease.owner == f"o{won.index(True)}"
+
+    def test_leases_are_renewed_together(self) -> None:
+        """Those that are still held under their token live on, and are named."""
+        logs = [self.started(held_by("me", number + 1, 10)) for number in range(4)]
+        self.store.append(logs[2].park())
+        before = self.store.now()
+        wanted = [(logs[0].id, 1), (logs[1].id, 99), (logs[2].id, 3), (logs[3].id, 4), (self.log().id, 5)]
+        assert self.store.renew(wanted, ttl=90) == {logs[0].id, logs[3].id}
+        for log, longer in zip(logs, (True, False, None, True), strict=True):
+            lease = self.store.held(log.id)
+            assert (None if lease is None else lease.until >= before + timedelta(seconds=90)) is longer
+        assert self.store.renew([], ttl=90) == set()
+
+    def test_an_expired_lease_that_nobody_took_is_renewed(self) -> None:
+        """A process that was slow has not lost what nobody wanted."""
+        log = self.started(held_by("me", 3, 10))
+        self.store.shift_clock(timedelta(seconds=11))
+        assert self.store.renew([(log.id, 3)], ttl=60) == {log.id}
+        assert log.id not in [lease.execution_id for lease in self.store.expired(limit=10_000)]
+
+    def test_a_hand_back_makes_it_ready(self) -> None:
+        """Only by the holder's token; a delayed one is not claimed before its time."""
+        log = self.started(held_by("me", 3))
+        assert self.store.release(log.id, 4) is False
+        assert self.owner(log) == "held"
+        assert self.store.release(log.id, 3) is True
+        assert self.owner(log) == "ready"
+        assert self.store.release(log.id, 3) is False
+        assert self.claim(log)
+        assert self.store.release(log.id, 7, delay=30) is True
+        assert self.claim(log) is False
+        self.store.shift_clock(timedelta(seconds=31))
+        assert self.claim(log) is True
+
+    def test_expired_leases_are_found_oldest_first(self) -> None:
+        """By the store's clock; running ones are not among them, but among all leases."""
+        logs = [self.started(held_by(f"o{ttl}", ttl, ttl)) for ttl in (30, 10, 20, 500)]
+        self.store.shift_clock(timedelta(seconds=100))
+        ours = {log.id for log in logs}
+        expired = [lease for lease in self.store.expired(limit=10_000) if lease.execution_id in ours]
+        assert [lease.execution_id for lease in expired] == [logs[1].id, logs[2].id, logs[0].id]
+        assert (expired[0].owner, expired[0].token, expired[0].flow_id) == ("o10", 10, self.flow_id)
+        assert expired[0] == self.store.held(logs[1].id)
+        everyone = [lease for lease in self.store.leases(limit=10_000) if lease.execution_id in ours]
+        assert [lease.execution_id for lease in everyone] == [logs[n].id for n in (1, 2, 0, 3)]
+        assert len(self.store.expired(limit=2)) == 2
+
+    def test_an_expired_lease_is_taken_over_once(self) -> None:
+        """The first taker holds it under its own token, the second finds another."""
+        log = self.started(held_by("dead", 3, 10))
+        seen = self._expire(log, 11)
+        assert self.store.take_over(seen, owner="me", token=4, ttl=60) is True
+        assert self.store.take_over(seen, owner="rival", token=5, ttl=60) is False
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert (lease.owner, lease.token) == ("me", 4)
+        assert self.store.renew([(log.id, 3)], ttl=60) == set()
+
+    def _expire(self, log: Log, seconds: float) -> Lease:
+        self.store.shift_clock(timedelta(seconds=seconds))
+        (lease,) = (one for one in self.store.expired(limit=10_000) if one.execution_id == log.id)
+        return lease
+
+    def test_a_lease_that_lives_again_is_not_taken(self) -> None:
+        """Renewed, handed back, or parked after it was seen expired: the holder was only slow."""
+        for revive in ("renew", "release", "park", "claim"):
+            log = self.started(held_by("slow", 3, 10))
+            seen = self._expire(log, 11)
+            if revive == "renew":
+                assert self.store.renew([(log.id, 3)], ttl=60)
+            elif revive == "park":
+                self.store.append(log.park())
+            else:
+                assert self.store.release(log.id, 3)
+            if revive == "claim":
+                assert self.claim(log)
+            before = self.owner(log)
+            assert self.store.take_over(seen, owner="me", token=4, ttl=60) is False
+            assert self.owner(log) == before
+
+    def test_a_live_lease_is_not_taken(self) -> None:
+        """Its token alone is not enough."""
+        log = self.started(held_by("alive", 3, 60))
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert self.store.take_over(lease, owner="me", token=4, ttl=60) is False
+
+    def test_park_and_end_take_the_lease_off(self) -> None:
+        """In the commit itself: there is no moment in between."""
+        log = self.started(held_by("me", 3))
+        self.store.append(log.park())
+        assert self.store.held(log.id) is None
+        assert self.store.renew([(log.id, 3)], ttl=60) == set()
+        self.store.append(log.answer(held_by("me", 4)))
+        self.store.append(log.end())
+        assert self.store.held(log.id) is None
+
+    def test_what_stays_ready_for_long_is_found(self) -> None:
+        """Whoever was told of it died; what became ready just now is not among them."""
+        log = self.started()
+        self.store.shift_clock(timedelta(seconds=40))
+        fresh = self.started()
+        ours = {log.id, fresh.id}
+        stale = [
+            lease for lease in self.store.stale_ready(grace=30, limit=10_000) if lease.execution_id in ours
+        ]
+        assert [(lease.execution_id, lease.owner, lease.token) for lease in stale] == [(log.id, "", 0)]
+        assert stale[0].flow_id == self.flow_id
+
+    def test_takeovers_are_counted_while_the_log_stands_still(self) -> None:
+        """At another end of the log the count begins anew; the token is left alone."""
+        log = self.running()
+        token = self.store.acquire_fence(log.id)
+        assert [self.store.count_recovery(log.id, sequence=1) for _ in range(3)] == [1, 2, 3]
+        assert [self.store.count_recovery(log.id, sequence=2) for _ in range(2)] == [1, 2]
+        assert self.store.fence(log.id) == token
+
+    def test_a_start_begins_the_count_anew(self) -> None:
+        """What was counted for a deleted execution of the same id is forgotten."""
+        log = self.running()
+        self.store.acquire_fence(log.id)
+        self.store.count_recovery(log.id, sequence=1)
+        self.store.append(log.end(fence=1))
+        assert self.store.delete_execution(log.id)
+        self.store.append(self.log(name=log.id).start(held_by()))
+        assert self.store.count_recovery(log.id, sequence=1) == 1
+
+
+class InboxStoreConformance(StoreConformance):
+    """Messages, kept until a receive wants them."""
+
+    def send(
+        self, log: Log, body: str = "1", *, name: str = "n", message_id: str = "", **options: Any
+    ) -> bool:
+        return self.store.send(
+            log.id, name=name, message_id=message_id or uuid.uuid4().hex, body=body, **options
+        )
+
+    def bodies(self, log: Log, name: str = "n") -> list[str]:
+        return [message.body for message in self.store.inbox(log.id, name)]
+
+    def test_messages_come_in_the_order_sent(self) -> None:
+        """Numbers grow, names are apart, bodies survive byte by byte."""
+        log = self.running()
+        sent = ['{"b":1,"a":[2.50]}', '"\\u0000"', "3"]
+        for body in sent:
+            assert self.send(log, body) is True
+        self.send(log, "9", name="other")
+        messages = self.store.inbox(log.id, "n")
+        assert [message.body for message in messages] == sent
+        assert [message.number for message in messages] == sorted({message.number for message in messages})
+        assert self.store.message_names(log.id) == {"n", "other"}
+
+    def test_a_message_tells_all_of_itself(self) -> None:
+        """To whom, under which name and id, and for which wait an answer is kept."""
+        log = self.running()
+        self.send(log, "1", message_id="m-1", wait="w-1")
+        (message,) = self.store.inbox(log.id, "n")
+        assert message == Message(message.number, log.id, "n", "m-1", "1", "w-1")
+
+    def test_a_message_id_is_taken_once(self) -> None:
+        """Sent again, under whatever name, nothing changes: no message, no wake, no row."""
+        log = self.running()
+        self.send(log, "1", message_id="same")
+        before = (self.store.wakes(log.id), self.store.timers(log.id))
+        assert self.send(log, "2", message_id="same") is False
+        assert self.send(log, "2", message_id="same", name="other") is False
+        assert (self.store.wakes(log.id), self.store.timers(log.id)) == before
+        assert self.bodies(log) == ["1"]
+        assert self.send(self.running(), "2", message_id="same") is True
+
+    def test_eight_senders_of_one_id(self) -> None:
+        """One is told that it was new."""
+        log = self.running()
+        new = self.in_threads(8, lambda number: self.send(log, str(number), message_id="same"))
+        assert sorted(new) == [False] * 7 + [True]
+        assert self.bodies(log) == [str(new.index(True))]
+        assert self.store.wakes(log.id) == 1
+
+    def test_eight_senders_of_one_receiver(self) -> None:
+        """No wake is lost, and none of the messages."""
+        log = self.running()
+        assert self.in_threads(8, lambda number: self.send(log, str(number))) == [True] * 8
+        assert sorted(self.bodies(log)) == [str(number) for number in range(8)]
+        assert self.store.wakes(log.id) == 8
+
+    def test_a_message_wakes(self) -> None:
+        """One more wake and a due re-drive row, for a sender that dies right after."""
+        log = self.parked()
+        self.send(log)
+        assert self.store.wakes(log.id) == 1
+        (row,) = self.store.timers(log.id)
+        assert row.redrive == 0
+        claimed = self.store.claim_due(limit=10_000, hold=60, known=self.known, redrive=True)
+        assert log.id in [due.row.execution_id for due in claimed]
+
+    def test_a_message_to_a_chain_wakes_its_newest_member(self) -> None:
+        """Inbox and wakes are the chain's, the re-drive row is the receiver's."""
+        first, newest = self.log(), self.parked()
+        self.send(first, receiver=newest.id)
+        assert self.store.wakes(first.id) == 1
+        assert self.store.wakes(newest.id) == 0
+        assert self.store.timers(first.id) == []
+        assert len(self.store.timers(newest.id)) == 1
+        assert self.bodies(first) == ["1"]
+
+    def test_a_commit_takes_messages(self) -> None:
+        """Those it names are gone from inbox and names; its refusal leaves them."""
+        log = self.parked()
+        self.send(log, "1")
+        self.send(log, "2", name="other")
+        (message,) = self.store.inbox(log.id, "n")
+        taken = log.fork().answer(messages=(message.number,))
+        self.store.acquire_fence(log.id)
+        self.refused(taken, StaleFenceError)
+        self.store.append(log.commit(
+            Kind.MESSAGE_CONSUMED, Kind.EXECUTION_RESUMED, ownership=READY, fence=1, messages=(message.number,)
+        ))  # fmt: skip
+        assert self.bodies(log) == []
+        assert self.store.message_names(log.id) == {"other"}
+
+    def test_a_taken_id_stays_taken(self) -> None:
+        """A message that was taken is not sent a second time."""
+        log = self.running()
+        self.send(log, message_id="once")
+        (message,) = self.store.inbox(log.id, "n")
+        self.store.append(log.commit(messages=(message.number,)))
+        assert self.send(log, message_id="once") is False
+        assert self.bodies(log) == []
+
+    def test_a_message_in_a_transaction_that_is_undone(self) -> None:
+        """Neither it nor its wake is there."""
+        log = self.running()
+        with suppress(_Stop), self.store.transaction():
+            self.send(log)
+            raise _Stop
+        assert self.bodies(log) == []
+        assert self.store.wakes(log.id) == 0
+        assert self.store.timers(log.id) == []
