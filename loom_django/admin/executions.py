@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 from urllib.parse import urlencode
 
 from django.contrib import admin
@@ -32,7 +32,11 @@ from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.models import Execution, Fence, Timer
 from loom_django.runtime import loom
+from loom_django.services import operators
 from loom_django.services.operators import Act, Operator
+
+# The log stands on its execution's page: a model with a composite key has no admin of its own.
+VIEW_EVENT: Final = "loom.view_event"
 
 
 class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
@@ -173,7 +177,9 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
                 (wait, self._verdict_url(execution.pk, wait.step) if wait.step else "") for wait in page.waits
             ],
             may_resolve=operator.may(Act.RESOLVE_STEP),
-            log=page.log(_sequence(request.GET.get("after")), request.GET.get("kind", "")),
+            log=page.log(_sequence(request.GET.get("after")), request.GET.get("kind", ""))
+            if request.user.has_perm(VIEW_EVENT)
+            else None,
             log_url=self.execution_url(execution.pk, "log"),
             history_url=self.execution_url(execution.pk, "history"),
             entries=LogEntry.objects.filter(
@@ -191,7 +197,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
     def log_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """The whole log as JSON lines, for those who may see payloads, as the redaction hook leaves them."""
         self._check_look(request)
-        if not request.user.has_perm(VIEW_PAYLOAD):
+        if not request.user.has_perms([VIEW_EVENT, VIEW_PAYLOAD]):
             raise PermissionDenied
         execution = self.execution_of(request, object_id)
         lines = (json.dumps(_exported(event)) for event in self._events(execution))
@@ -263,13 +269,4 @@ def _exported(event: Event) -> dict[str, Any]:
     payload: Any = event.data
     if conf.get_settings().REDACT is not None:
         payload = codec.encode(show.redacted(payload, f"event:{event.kind}"))
-    return {
-        "execution_id": event.execution_id,
-        "sequence": event.sequence,
-        "kind": event.kind,
-        "payload": payload,
-        "fence": event.fence,
-        "writer": event.writer,
-        "is_kernel": event.is_kernel,
-        "recorded_at": event.recorded_at.isoformat() if event.recorded_at else None,
-    }
+    return operators.exported(event, payload)

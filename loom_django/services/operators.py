@@ -491,6 +491,23 @@ def folded(events: typing.Iterable[Event]) -> Fold:
     return fold
 
 
+# What an operator takes away.
+
+
+def exported(event: Event, payload: Any) -> dict[str, Any]:
+    """An event as plain JSON, for a file; the payload is in the codec's form."""
+    return {
+        "execution_id": event.execution_id,
+        "sequence": event.sequence,
+        "kind": event.kind,
+        "payload": payload,
+        "fence": event.fence,
+        "writer": event.writer,
+        "is_kernel": event.is_kernel,
+        "recorded_at": event.recorded_at.isoformat() if event.recorded_at else None,
+    }
+
+
 # What a verdict says.
 
 

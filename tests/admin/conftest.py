@@ -12,7 +12,7 @@ from loom_django.runtime import loom
 from tests.admin import flows
 
 ACTS = ("resolve_step", "resume_execution", "cancel_execution", "retry_error", "recover_execution")
-LOOK = ("view_execution", "view_payload", "view_timer", "view_lease")
+LOOK = ("view_execution", "view_event", "view_payload", "view_timer", "view_lease")
 
 
 @pytest.fixture(autouse=True)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
 import pytest
-from django.contrib.admin.models import LogEntry
 
 from loom_django.kernel.state import Status
 from loom_django.runtime import loom
-from tests.admin import flows
-from tests.admin.conftest import in_doubt, kinds, question, url, verdict
+from tests.admin.conftest import in_doubt, kinds, url, verdict
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
