@@ -154,6 +154,11 @@ class Commit:
         return self.events[0].sequence
 
     @property
+    def ids(self) -> list[str]:
+        """The executions that it writes to."""
+        return [self.execution_id, *(other.execution_id for other in self.also)]
+
+    @property
     def unguarded(self) -> bool:
         """True if the fence does not guard it: a start, or notes of others."""
         return self.new is not None or all(event.kind in AUDIT for event in self.events)

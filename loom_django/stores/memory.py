@@ -118,13 +118,17 @@ class MemoryStore:
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = []
+        refused: dict[str, Exception] = {}
         for commit in commits:
-            try:
-                self.append(commit)
-            except Exception as error:
-                outcomes.append(error)
-            else:
-                outcomes.append(None)
+            outcome = next((refused[key] for key in commit.ids if key in refused), None)
+            if outcome is None:
+                try:
+                    self.append(commit)
+                except Exception as error:
+                    outcome = error
+            if outcome is not None:
+                refused.update(dict.fromkeys(commit.ids, outcome))
+            outcomes.append(outcome)
         return outcomes
 
     def _landed(self, commit: Commit) -> bool:

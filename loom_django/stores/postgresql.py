@@ -266,10 +266,9 @@ class PostgresStore(SqlStore):
         Nothing does where a rival came and went between the statement's snapshot and now, or where a start
         found the token of a deleted execution: the second time it moves it.
         """
-        members = (commit, *commit.also)
         for _ in range(APPEND_RETRIES):
             try:
-                reasons = [self._refusal(member) for member in members]
+                return self._refusal(commit)
             except LookupError:
                 try:
                     if commit.execution_id in self._send([commit], with_fences=True):
@@ -279,8 +278,6 @@ class PostgresStore(SqlStore):
                         return self._judge(commit, error)
             except Error as error:
                 return error
-            else:
-                return next((reason for reason in reasons if reason is not None), None)
         return SequenceOccupied(commit.execution_id, commit.first_sequence)
 
     def _send(self, commits: Sequence[Commit], *, with_fences: bool = False) -> set[str]:

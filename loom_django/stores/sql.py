@@ -405,6 +405,7 @@ class SqlStore(ABC):
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = [None] * len(commits)
+        refused: dict[str, Exception] = {}
         fit = []
         for place, commit in enumerate(commits):
             try:
@@ -414,10 +415,27 @@ class SqlStore(ABC):
             else:
                 fit.append((place, commit))
         for batch in _Batches(fit):
-            for seat, outcome in zip(batch, self._land([seat.commit for seat in batch]), strict=True):
+            for seat, outcome in self._land_behind(batch, refused):
+                if outcome is not None:
+                    refused.update(dict.fromkeys(seat.commit.ids, outcome))
                 for place in seat.places:
                     outcomes[place] = outcome
         return outcomes
+
+    def _land_behind(
+        self, batch: Sequence[_Seat], refused: Mapping[str, Exception]
+    ) -> list[tuple[_Seat, Exception | None]]:
+        """Land a batch, but for what follows a refused commit of its execution: a rival's event may stand in
+        the refused one's place, and it would land behind that."""
+        behind = {
+            id(seat): next((refused[key] for key in seat.commit.ids if key in refused), None)
+            for seat in batch
+        }
+        free = [seat for seat in batch if behind[id(seat)] is None]
+        landed = (
+            dict(zip(map(id, free), self._land([seat.commit for seat in free]), strict=True)) if free else {}
+        )
+        return [(seat, behind[id(seat)] or landed[id(seat)]) for seat in batch]
 
     def _refusal(self, commit: Commit) -> Exception | None:
         """Why a commit did not land, read afresh; None if it had landed before.
@@ -425,17 +443,24 @@ class SqlStore(ABC):
         Raises:
             LookupError: nothing is in its way any more, so it may be sent again.
         """
-        if self._had_landed(commit):
+        members = (commit, *commit.also)
+        if all(map(self._had_landed, members)):
             return None
-        of = commit.wakes_of or commit.execution_id
-        token, wakes, last = self._run("why", {"id": commit.execution_id, "wakes_of": of})[0]
-        if not commit.unguarded and (token or 0) not in (0, commit.fence):
-            return StaleFenceError(commit.execution_id, commit.fence, token)
-        if commit.wakes is not None and commit.wakes != (wakes or 0):
-            return WakesMoved(commit.execution_id, commit.first_sequence)
-        if (last or 0) != commit.first_sequence - 1:
-            return SequenceOccupied(commit.execution_id, commit.first_sequence)
+        for member in members:
+            if (reason := self._obstacle(member)) is not None:
+                return reason
         raise LookupError(commit.execution_id)
+
+    def _obstacle(self, commit: Commit) -> Exception | None:
+        key = commit.execution_id
+        token, wakes, last = self._run("why", {"id": key, "wakes_of": commit.wakes_of or key})[0]
+        if not commit.unguarded and (token or 0) not in (0, commit.fence):
+            return StaleFenceError(key, commit.fence, token)
+        if commit.wakes is not None and commit.wakes != (wakes or 0):
+            return WakesMoved(key, commit.first_sequence)
+        if (last or 0) != commit.first_sequence - 1:
+            return SequenceOccupied(key, commit.first_sequence)
+        return None
 
     def _had_landed(self, commit: Commit) -> bool:
         """True if all its sequences carry its writers: told by the writer, never by equal content."""

@@ -20,7 +20,7 @@ from django.db import Error
 from loom_django import compat
 from loom_django.errors import StoreUnavailableError
 from loom_django.kernel.state import Status
-from loom_django.stores.base import Commit, Due, Known, SequenceOccupied
+from loom_django.stores.base import Commit, Due, Known
 from loom_django.stores.sql import (
     READY_HEAD,
     SHARED,
@@ -64,16 +64,6 @@ _DECIDED: Final = (
 _OWNER: Final = ("ready_at", "lease_owner", "lease_token", "lease_until")
 
 OWN: Final = named(
-    Statement(
-        "head",
-        "What the guard looks at: token, wakes and the end of the log.",
-        """
-        select
-            (select token from loom_fence where execution_id = %(id)s),
-            (select wakes from loom_fence where execution_id = %(wakes_of)s),
-            (select max(sequence) from loom_event where execution_id = %(id)s)
-        """,
-    ),
     Statement(
         "event",
         "One row of the log.",
@@ -349,32 +339,12 @@ class SqliteStore(SqlStore):
     def _land_one(self, commit: Commit) -> Exception | None:
         """Look, then write; under the write lock nothing can come between."""
         members = (commit, *commit.also)
-        for member in members:
-            if not self._fits(member):
-                return self._why_not(members)
+        if any(self._obstacle(member) is not None for member in members):
+            return self._refusal(commit)
         now = self.now()
         for member in members:
             self._write(member, now)
         return None
-
-    def _fits(self, commit: Commit) -> bool:
-        names = {"id": commit.execution_id, "wakes_of": commit.wakes_of or commit.execution_id}
-        token, wakes, last = self._run("head", names)[0]
-        return (
-            (commit.unguarded or (token or 0) in (0, commit.fence))
-            and (commit.wakes is None or commit.wakes == (wakes or 0))
-            and (last or 0) == commit.first_sequence - 1
-        )
-
-    def _why_not(self, members: Sequence[Commit]) -> Exception | None:
-        landed = [self._had_landed(member) for member in members]
-        if all(landed):
-            return None
-        for member in members:
-            with suppress(LookupError):
-                if (reason := self._refusal(member)) is not None:
-                    return reason
-        return SequenceOccupied(members[0].execution_id, members[0].first_sequence)
 
     def _write(self, commit: Commit, now: datetime) -> None:
         key, at = commit.execution_id, now

@@ -1,0 +1,36 @@
+"""The stores over SQLite and PostgreSQL keep the contract; each pass of the suite runs the one that it is for."""
+
+from __future__ import annotations
+
+import pytest
+
+from loom_django.stores import store_for
+from loom_django.testing.conformance import (
+    EventStoreConformance,
+    InboxStoreConformance,
+    LeaseStoreConformance,
+    TimerStoreConformance,
+)
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+class OverDjango:
+    def make_store(self):
+        return store_for("default")
+
+
+class TestEvents(OverDjango, EventStoreConformance):
+    pass
+
+
+class TestTimers(OverDjango, TimerStoreConformance):
+    pass
+
+
+class TestLeases(OverDjango, LeaseStoreConformance):
+    pass
+
+
+class TestInbox(OverDjango, InboxStoreConformance):
+    pass
