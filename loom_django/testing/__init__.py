@@ -10,6 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from loom_django.testing.conformance import (
+        EventStoreConformance,
+        InboxStoreConformance,
+        LeaseStoreConformance,
+        TimerStoreConformance,
+    )
     from loom_django.testing.crashes import SweepReport, SweptPoint, crash_sweep
     from loom_django.testing.determinism import NonDeterminismError
     from loom_django.testing.harnessing import Call, Doubt, Harness, harness
@@ -19,10 +25,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Call",
     "Doubt",
+    "EventStoreConformance",
     "Harness",
+    "InboxStoreConformance",
+    "LeaseStoreConformance",
     "NonDeterminismError",
     "SweepReport",
     "SweptPoint",
+    "TimerStoreConformance",
     "arun_tool",
     "crash_sweep",
     "harness",
@@ -32,6 +42,12 @@ __all__ = [
 
 # Loaded when asked for: pytest imports this package at its start, for the fixture, before there are settings.
 _PLACES: Final = {
+    "conformance": [
+        "EventStoreConformance",
+        "InboxStoreConformance",
+        "LeaseStoreConformance",
+        "TimerStoreConformance",
+    ],
     "crashes": ["SweepReport", "SweptPoint", "crash_sweep"],
     "determinism": ["NonDeterminismError"],
     "harnessing": ["Call", "Doubt", "Harness", "harness"],
