@@ -200,8 +200,11 @@ def resolve_step(
         FlowCodeMismatchError: the flow's code is not the recorded one.
     """
 
+    fresh_key = ""
+
     def append(engine: Engine, ownership: Ownership) -> Appended:
-        return answers.resolve(
+        nonlocal fresh_key
+        appended = answers.resolve(
             engine,
             execution_id,
             step_id,
@@ -213,12 +216,14 @@ def resolve_step(
             reason=reason.strip(),
             ownership=ownership,
         )
+        # Read before the body goes on: it would take the key and begin its next attempt.
+        frame = appended.journal.fold.frames[step_id]
+        if frame.status is FrameStatus.FRESH:
+            fresh_key = idempotency_key(execution_id, step_id, frame.generation)
+        return appended
 
-    done, appended = _perform(loom, operator, Act.RESOLVE_STEP, execution_id, reason, append, dry_run=dry_run)
-    frame = appended.journal.fold.frames.get(step_id)
-    if frame is None or frame.status is not FrameStatus.FRESH:
-        return done
-    return dataclasses.replace(done, fresh_key=idempotency_key(execution_id, step_id, frame.generation))
+    done = _perform(loom, operator, Act.RESOLVE_STEP, execution_id, reason, append, dry_run=dry_run)
+    return dataclasses.replace(done, fresh_key=fresh_key)
 
 
 def resume_execution(
@@ -267,7 +272,7 @@ def resume_execution(
         append,
         judge=None if question is None else lambda fold: _still_asks(fold, question),
         dry_run=dry_run,
-    )[0]
+    )
 
 
 def cancel_execution(
@@ -283,7 +288,7 @@ def cancel_execution(
     def append(engine: Engine, ownership: Ownership) -> Appended:
         return answers.cancel(engine, execution_id, reason=reason.strip(), principal=operator.name)
 
-    return _perform(loom, operator, Act.CANCEL_EXECUTION, execution_id, reason, append, dry_run=dry_run)[0]
+    return _perform(loom, operator, Act.CANCEL_EXECUTION, execution_id, reason, append, dry_run=dry_run)
 
 
 def retry_error(
@@ -359,7 +364,7 @@ def _open_gate(
         )
 
     judge = None if question is None else lambda fold: _still_asks(fold, question)
-    return _perform(loom, operator, act, execution_id, reason, append, judge=judge, dry_run=dry_run)[0]
+    return _perform(loom, operator, act, execution_id, reason, append, judge=judge, dry_run=dry_run)
 
 
 def _still_asks(fold: Fold, wait_id: str) -> None:
@@ -408,7 +413,7 @@ def _perform(
     *,
     judge: Callable[[Fold], None] | None = None,
     dry_run: bool,
-) -> tuple[Done, Appended]:
+) -> Done:
     _admit(loom, operator, act, execution_id, reason)
     over = hand_over(loom)
     engine = _watched(loom.engine, judge, dry_run)
@@ -420,7 +425,7 @@ def _perform(
         _announce(operator, act, execution_id, reason, done)
         if goes_on:
             _dispatch(loom, execution_id, over.ticket, appended)
-    return done, appended
+    return done
 
 
 def _admit(loom: Host, operator: Operator, act: Act, execution_id: str, reason: str) -> None:

@@ -1,0 +1,234 @@
+"""The acts as commands: what they print, what they append, and the exit code of a refusal."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from loom_django.kernel.state import Status
+from loom_django.runtime import loom
+from tests.admin import flows
+from tests.admin.conftest import _clean_slate, in_doubt, kinds, make_user, question
+
+__all__ = ["_clean_slate"]
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def run(name: str, *args: Any) -> str:
+    out = io.StringIO()
+    call_command(name, *args, stdout=out)
+    return out.getvalue()
+
+
+def refused(name: str, *args: Any) -> tuple[int, str]:
+    """The exit code and the message of a command that does not do it."""
+    with pytest.raises(CommandError) as caught:
+        run(name, *args)
+    return caught.value.returncode, str(caught.value)
+
+
+def test_a_verdict_is_given_at_the_shell():
+    """Without --user whoever is at the shell is trusted, and named so in the log."""
+    in_doubt("order-1")
+    out = run("loom_resolve", "order-1", "transfer", "--completed", '"tx-7"', "--reason", "seen at the bank")
+    [resumed] = loom.history("order-1", kinds=["EXECUTION_RESUMED"])
+    assert f"appended event {resumed.sequence} EXECUTION_RESUMED to order-1" in out
+    assert resumed.data["principal"].startswith("shell:")
+    assert resumed.data["reason"] == "seen at the bank"
+    assert loom.state("order-1").result == "tx-7"
+
+
+def test_a_fresh_retry_tells_the_new_key():
+    """The key that the provider will see next is printed."""
+    in_doubt("order-1")
+    flows.bank.append("tx-8")
+    out = run("loom_resolve", "order-1", "transfer", "--retry-fresh", "--reason", "never arrived")
+    assert "order-1:transfer:r1" in out
+    assert loom.state("order-1").result == "tx-8"
+
+
+def test_a_verdict_may_be_a_failure():
+    """The text of --fail is the failure's message."""
+    in_doubt("order-1")
+    run("loom_resolve", "order-1", "transfer", "--fail", "account closed", "--reason", "the bank said so")
+    state = loom.state("order-1")
+    assert state.status == Status.FAILED
+    assert state.error["message"] == "account closed"
+
+
+def test_a_rehearsal_appends_nothing():
+    """--dry-run says what would be appended, and to which place."""
+    sequence = in_doubt("order-1")
+    before = kinds("order-1")
+    out = json.loads(
+        run(
+            "loom_resolve",
+            "order-1",
+            "transfer",
+            "--retry-fresh",
+            "--reason",
+            "x",
+            "--dry-run",
+            "--format",
+            "json",
+        )
+    )
+    assert out["events"] == [{"sequence": sequence + 2, "kind": "EXECUTION_RESUMED"}]
+    assert (out["dry_run"], out["fresh_key"]) == (True, "order-1:transfer:r1")
+    assert kinds("order-1") == before
+
+
+def test_a_second_verdict_is_refused_with_the_first_ones_author():
+    """Exit code 1, nothing appended, and the message says who answered."""
+    in_doubt("order-1")
+    args = ("loom_resolve", "order-1", "transfer", "--completed", "1", "--reason", "r")
+    run(*args)
+    before = kinds("order-1")
+    code, message = refused(*args)
+    assert code == 1
+    assert 'Step "transfer" was answered by shell:' in message
+    assert kinds("order-1") == before
+
+
+def test_another_question_is_refused():
+    """--park-sequence names the question; the same step in doubt anew is another one."""
+    old = in_doubt("order-1")
+    run("loom_resolve", "order-1", "transfer", "--retry-fresh", "--reason", "r")
+    assert question("order-1") != old
+    code, message = refused(
+        "loom_resolve",
+        "order-1",
+        "transfer",
+        "--completed",
+        "1",
+        "--reason",
+        "r",
+        "--park-sequence",
+        str(old),
+    )
+    assert (code, "is over" in message) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["transfer", "--completed", "tx-7", "--reason", "r"], "double quotes"),  # no JSON
+        (["transfer", "--completed", "NaN", "--reason", "r"], "NaN is not JSON"),
+        (["transfer", "--retry-fresh", "--reason", "  "], "needs a reason"),
+        (["transfer", "--retry-fresh"], "--reason"),  # argparse says so
+        (["transfer", "--reason", "r"], "one of the arguments"),
+        (["transfer", "--retry-fresh", "--fail", "x", "--reason", "r"], "not allowed with"),
+        (["transfer", "--retry-fresh", "--reason", "r", "--user", "nobody"], "no user 'nobody'"),
+    ],
+)
+def test_misuse_is_told_apart_from_a_refusal(args, says):
+    """Exit code 2 and what is wrong; nothing is appended."""
+    in_doubt("order-1")
+    before = kinds("order-1")
+    with pytest.raises(CommandError, match=says) as caught:
+        run("loom_resolve", "order-1", *args)
+    assert caught.value.returncode in (1, 2)  # argparse exits with 2 by itself when it is not called by code
+    assert kinds("order-1") == before
+
+
+def test_misuse_has_the_exit_code_2():
+    """What the command itself finds wrong with its arguments."""
+    in_doubt("order-1")
+    assert refused("loom_resolve", "order-1", "transfer", "--completed", "tx", "--reason", "r")[0] == 2
+    assert refused("loom_resume", "order-1", "--event", "A", "--payload", "{", "--reason", "r")[0] == 2
+    assert refused("loom_cancel", "order-1", "--reason", "r", "--user", "nobody")[0] == 2
+    assert refused("loom_cancel", "order-1", "--reason", " ")[0] == 2
+
+
+def test_a_named_user_needs_the_permission():
+    """--user acts with that user's permissions; the refusal stands in the log once."""
+    in_doubt("order-1")
+    make_user("ben", "view_execution")
+    args = ("loom_cancel", "order-1", "--reason", "r", "--user", "ben")
+    for _ in range(2):
+        code, message = refused(*args)
+        assert (code, "loom.cancel_execution" in message) == (1, True)
+    assert kinds("order-1").count("EXECUTION_DENIED") == 1
+
+
+def test_a_named_user_with_the_permission_is_the_principal():
+    """The log names the user, not the shell."""
+    in_doubt("order-1")
+    make_user("anna", "cancel_execution")
+    run("loom_cancel", "order-1", "--reason", "wrong order", "--user", "anna")
+    [cancelled] = loom.history("order-1", kinds=["EXECUTION_CANCELLED"])
+    assert (cancelled.data["principal"], cancelled.data["reason"]) == ("anna", "wrong order")
+
+
+def test_a_second_cancel_is_answered():
+    """Cancelling what is cancelled is no error and appends nothing."""
+    in_doubt("order-1")
+    run("loom_cancel", "order-1", "--reason", "r")
+    before = kinds("order-1")
+    assert "cancelled already" in run("loom_cancel", "order-1", "--reason", "r")
+    assert kinds("order-1") == before
+
+
+def test_a_wait_is_answered_at_the_shell():
+    """The payload's JSON is what the flow gets."""
+    flows.ask.using(execution_id="ask-1").start("k")
+    run(
+        "loom_resume",
+        "ask-1",
+        "--event",
+        "Approval",
+        "--payload",
+        '{"by": 10000000000000000000000}',
+        "--reason",
+        "r",
+    )
+    assert loom.handle("ask-1").result() == [{"by": 10**22}]
+
+
+def test_a_reserved_wait_is_not_answered_by_a_resume():
+    """A verdict has its own act and its own permission."""
+    in_doubt("order-1")
+    code, message = refused("loom_resume", "order-1", "--event", "EffectInDoubtResolved", "--reason", "r")
+    assert (code, "its own act" in message) == (1, True)
+
+
+def test_an_error_is_retried_at_the_shell():
+    """After the fix the body runs again."""
+    flows.bugs.append(ValueError("bug"))
+    flows.buggy.using(execution_id="bug-1").start()
+    assert loom.state("bug-1").parked
+    run("loom_retry_error", "bug-1", "--reason", "fixed")
+    assert loom.handle("bug-1").result() == "fine"
+    assert refused("loom_retry_error", "bug-1", "--reason", "again")[0] == 1
+
+
+@pytest.mark.parametrize("name", ["loom_cancel", "loom_retry_error", "loom_history"])
+def test_an_unknown_execution_is_said_to_be_unknown(name):
+    """Exit code 1 and the id."""
+    args = [] if name == "loom_history" else ["--reason", "r"]
+    code, message = refused(name, "nobody-knows", *args)
+    assert (code, "nobody-knows" in message) == (1, True)
+
+
+def test_a_history_is_printed_for_people():
+    """One line an event, with what it is about."""
+    in_doubt("order-1")
+    lines = run("loom_history", "order-1").splitlines()
+    assert [line.split()[0] for line in lines] == [str(n) for n in range(1, len(lines) + 1)]
+    assert "EXECUTION_STARTED" in lines[0]
+    assert "step='transfer'" in lines[1]
+
+
+def test_a_history_is_printed_for_machines():
+    """jsonl is one object a line, json one list of the same; values are as they are recorded."""
+    in_doubt("order-1", "DE02", 10**40)
+    lines = [json.loads(line) for line in run("loom_history", "order-1", "--format", "jsonl").splitlines()]
+    assert json.loads(run("loom_history", "order-1", "--format", "json")) == lines
+    assert lines[0]["payload"] == loom.history("order-1")[0].data
+    assert [line["sequence"] for line in lines] == list(range(1, len(lines) + 1))
+    assert json.loads(run("loom_history", "order-1", "--after", "2", "--format", "json")) == lines[2:]
