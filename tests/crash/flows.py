@@ -16,6 +16,7 @@ from typing import Any
 from loom_django import (
     AsyncFlowContext,
     FlowContext,
+    RetryPolicy,
     StepContext,
     flow,
     tool,
@@ -237,3 +238,42 @@ def gate(ctx: FlowContext) -> list[str]:
 @flow("gate-once", steps=[gated_once, charge])
 def gate_once(ctx: FlowContext) -> list[str]:
     return [ctx.run(gated_once), ctx.run(charge)]
+
+
+# Attempts and their keys.
+
+
+class ProviderError(Exception):
+    """The provider said no."""
+
+
+def _fails_at_first(ctx: StepContext) -> int:
+    effect(ctx)
+    if ctx.attempt == 1:
+        raise ProviderError("not now")
+    return ctx.attempt
+
+
+@tool(idempotent=True, retry=RetryPolicy(max_attempts=5, initial_interval=0.001))
+def retried(ctx: StepContext) -> int:
+    return _fails_at_first(ctx)
+
+
+@tool(idempotent=True, retry=RetryPolicy(max_attempts=5, initial_interval=0.001, fresh_key=True))
+def retried_fresh(ctx: StepContext) -> int:
+    return _fails_at_first(ctx)
+
+
+@flow("retries", steps=[retried])
+def retries(ctx: FlowContext) -> int:
+    return ctx.run(retried)
+
+
+@flow("retries-fresh", steps=[retried_fresh])
+def retries_fresh(ctx: FlowContext) -> int:
+    return ctx.run(retried_fresh)
+
+
+@flow("two-quick", steps=[quick, charge])
+def two_quick(ctx: FlowContext) -> list[str]:
+    return [ctx.run(quick), ctx.run(charge)]

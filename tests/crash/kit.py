@@ -159,6 +159,7 @@ class Lab:
     zygote: Zygote
     loom: dict[str, Any] = field(default_factory=lambda: {"DISPATCHER": "worker"})
     children: list[Child] = field(default_factory=list)
+    shift: float = 0.0
     _number: int = 0
 
     @property
@@ -185,6 +186,7 @@ class Lab:
             "acts": acts,
             "out": str(self.folder / f"{name}.out"),
             "log": str(self.folder / f"{name}.log"),
+            "shift": self.shift,
             **options,
             "loom": {**self.loom, **options.get("loom", {})},
             "env": {LEDGER: str(self.ledger), **options.get("env", {})},
@@ -206,6 +208,10 @@ class Lab:
         code = child.wait()
         assert code == expect, f"{act} ended with {code}, not {expect}:\n{child.log}"
         return child.value if code == 0 and child.out.exists() else None
+
+    def pass_time(self, seconds: float = 3600.0) -> None:
+        """Move the store's clock for all processes that start from now on."""
+        self.shift += seconds
 
     def open_gate(self, execution_id: str) -> None:
         (self.folder / f"gate-{execution_id}").touch()
