@@ -274,7 +274,8 @@ def test_python_in_the_documentation_compiles(path):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_between_pages_lead_somewhere(path):
     """Sphinx sees those inside docs/; this sees README and changelog too."""
-    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", path.read_text())
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", prose)
 
     assert [target for target in targets if not (path.parent / target).exists()] == []
 
@@ -362,11 +363,20 @@ call_command("run_loom_worker", "--once")
 providers.time.sleep = real
 assert "waits for EffectInDoubtResolved" in client.get("/").content.decode()
 assert client.post("/approve/1/").status_code == 409
-loom.resolve("order-1", "transfer", "completed-with-result", output="transfer-1", principal=anna, reason="seen")
+queue = client.get("/admin/loom/execution/in-doubt/").content.decode()
+assert "order-1:transfer" in queue and "Give a verdict" in queue
+address = "/admin/loom/execution/order-1/verdict/?step=transfer"
+form = client.get(address).content.decode()
+assert "It happened: I give its result below." in form and "The step returns: str" in form
+given = {"step": "transfer", "question": "7", "resolution": "completed-with-result",
+         "output": '"transfer-1"', "reason": "seen in the bank's ledger"}
+assert "Confirm: Verdict" in client.post(address, given | {"stage": "preview"}).content.decode()
+assert client.post(address, given | {"stage": "confirm"}).status_code == 302
 call_command("run_loom_worker", "--once")
 assert Order.objects.get().state == "paid, approved by anna"
 assert [wait.on for wait in loom.handle("order-1").waits] == ["__loom_timer__"]
 call_command("loom_verify")
+call_command("loom_history", "order-1")
 print([event.kind for event in loom.history("order-1")])
 """
 
