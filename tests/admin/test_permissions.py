@@ -1,0 +1,151 @@
+"""Each act has a permission of its own; an attempt without it is refused and stands in the log once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+
+from loom_django.runtime import loom
+from tests.admin import flows
+from tests.admin.conftest import ACTS, LOOK, client_of, in_doubt, kinds, make_user, question, url, verdict
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def _in_doubt() -> None:
+    in_doubt("x")
+
+
+def _waiting() -> None:
+    flows.ask.using(execution_id="x").start()
+
+
+def _on_error() -> None:
+    flows.bugs.append(ValueError("bug"))
+    flows.buggy.using(execution_id="x").start()
+
+
+def _verdict() -> dict[str, Any]:
+    return verdict(question("x"))
+
+
+def _answer() -> dict[str, Any]:
+    return {"question": "wait:Approval#1", "payload": "1", "reason": "r", "stage": "confirm"}
+
+
+def _reason() -> dict[str, Any]:
+    return {"reason": "r", "stage": "confirm"}
+
+
+# Act, page, how to bring an execution to where the act applies, what its form sends, what the act appends.
+MATRIX = [
+    pytest.param("resolve_step", "verdict", _in_doubt, _verdict, "EXECUTION_RESUMED", id="verdict"),
+    pytest.param("resume_execution", "resume", _waiting, _answer, "EXECUTION_RESUMED", id="resume"),
+    pytest.param("retry_error", "retry_error", _on_error, _reason, "EXECUTION_RESUMED", id="retry_error"),
+    pytest.param("cancel_execution", "cancel", _waiting, _reason, "EXECUTION_CANCELLED", id="cancel"),
+]
+
+
+@pytest.mark.parametrize(("act", "page", "prepare", "form", "kind"), MATRIX)
+def test_the_permission_allows_the_act_and_nothing_else(act, page, prepare, form, kind, db):
+    """With just this permission the act is done, under the name of who did it."""
+    prepare()
+    client = client_of(make_user("carl", *LOOK, act))
+    assert client.post(url(f"execution_{page}", "x"), form()).status_code == 302
+    [event] = loom.history("x", kinds=[kind])
+    assert event.data["principal"] == "carl"
+    [entry] = LogEntry.objects.all()
+    assert (entry.user.get_username(), entry.object_id) == ("carl", "x")
+    assert f"event {event.sequence}" in entry.get_change_message()
+
+
+@pytest.mark.parametrize(("act", "page", "prepare", "form", "kind"), MATRIX)
+def test_without_the_permission_the_act_is_denied_once(act, page, prepare, form, kind, db):
+    """All other permissions do not help: a 403 page, one EXECUTION_DENIED for two attempts, nothing else."""
+    prepare()
+    client = client_of(make_user("carl", *LOOK, *(other for other in ACTS if other != act)))
+    before, given = kinds("x"), form()
+    for stage in ("confirm", "preview"):
+        answer = client.post(url(f"execution_{page}", "x"), {**given, "stage": stage})
+        assert answer.status_code == 403
+        assert f"loom.{act}" in answer.content.decode()
+    assert kinds("x") == [*before, "EXECUTION_DENIED"]
+    denied = loom.history("x")[-1].data
+    assert (denied["principal"], denied["act"], denied["permission"]) == ("carl", act, f"loom.{act}")
+    assert LogEntry.objects.count() == 0
+
+
+@pytest.mark.parametrize(("act", "page", "prepare", "form", "kind"), MATRIX)
+def test_a_look_at_a_form_without_the_permission_writes_nothing(act, page, prepare, form, kind, db):
+    """The form is a 403 page too; only an attempt is recorded."""
+    prepare()
+    before = kinds("x")
+    client = client_of(make_user("carl", *LOOK))
+    assert client.get(url(f"execution_{page}", "x")).status_code == 403
+    assert kinds("x") == before
+
+
+@pytest.mark.parametrize(("act", "page", "prepare", "form", "kind"), MATRIX)
+def test_an_act_that_is_not_permitted_is_not_offered(act, page, prepare, form, kind, db):
+    """The page of the execution links the acts that apply and are permitted."""
+    prepare()
+    address = url(f"execution_{page}", "x")
+    allowed = client_of(make_user("carl", *LOOK, act)).get(url("execution_change", "x")).content.decode()
+    barred = client_of(make_user("dora", *LOOK)).get(url("execution_change", "x")).content.decode()
+    assert f'href="{address}' in allowed
+    assert f'href="{address}' not in barred
+
+
+def test_a_denial_is_recorded_for_each_person_act_and_park(console):
+    """Another person, another act or another park is another fact."""
+    in_doubt("x")
+    ben, dora = (client_of(make_user(name, *LOOK)) for name in ("ben", "dora"))
+    for client in (ben, dora, ben):
+        client.post(url("execution_cancel", "x"), _reason())
+    ben.post(url("execution_verdict", "x"), _verdict())
+    assert kinds("x").count("EXECUTION_DENIED") == 3
+
+    console.post(url("execution_verdict", "x"), verdict(question("x"), "retry-fresh"))
+    ben.post(url("execution_cancel", "x"), _reason())
+    assert kinds("x").count("EXECUTION_DENIED") == 4
+
+
+def test_a_denial_does_not_answer_the_question(console):
+    """A verdict that was being filled in meanwhile is still good."""
+    sequence = in_doubt("x")
+    client_of(make_user("ben", *LOOK)).post(url("execution_cancel", "x"), _reason())
+    assert console.post(url("execution_verdict", "x"), verdict(sequence)).status_code == 302
+    assert loom.state("x").result == "tx-7"
+
+
+PAGES = [
+    ("execution_changelist", ()),
+    ("in_doubt", ()),
+    ("execution_change", ("x",)),
+    ("execution_log", ("x",)),
+    *((f"execution_{page}", ("x",)) for page in ("verdict", "resume", "retry_error", "cancel", "recover")),
+    ("timer_changelist", ()),
+    ("lease_changelist", ()),
+]
+
+
+@pytest.mark.parametrize(("name", "args"), PAGES)
+def test_nothing_is_shown_without_the_permission_to_look(name, args, db):
+    """A member of staff who may act but not look sees no page, and cannot act by guessing an address."""
+    in_doubt("x")
+    before = kinds("x")
+    client = client_of(make_user("eve", *ACTS))
+    assert client.get(url(name, *args)).status_code == 403
+    assert client.post(url(name, *args), verdict(question("x"))).status_code in (403, 405)
+    assert kinds("x") == before
+
+
+@pytest.mark.parametrize(("name", "args"), PAGES)
+def test_whoever_is_not_staff_is_sent_to_the_login(name, args, client, db):
+    """As everywhere in the admin."""
+    in_doubt("x")
+    for answer in (client.get(url(name, *args)), client.post(url(name, *args), _reason())):
+        assert answer.status_code == 302
+        assert "/login/" in answer.url
