@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connection, transaction
 from django.test import TestCase, TransactionTestCase
 
@@ -432,6 +433,23 @@ class SetUpOnceTests(TestCase):
         assert loom.handle("shared").status == Status.PENDING
         self.h.run()
         assert loom.handle("shared").result() == "done"
+
+
+class AsyncTests(TestCase):
+    """An async test drives the harness in the thread of Django's connection."""
+
+    def setUp(self) -> None:
+        self.h = self.enterContext(harness())
+
+    async def test_a_flow_of_each_kind(self) -> None:
+        """The awaited twins start and read; the harness runs in between."""
+        plain = await one_step.astart("repeatable")
+        self.h.stub(fetch, "hello")
+        coroutine = await pages.astart("https://example.com")
+        await sync_to_async(self.h.run)()
+        await sync_to_async(self.h.advance)(timedelta(hours=1))
+        assert await plain.aresult() == "done"
+        assert await coroutine.aresult() == 5
 
 
 class CommittedRowsTests(TransactionTestCase):
