@@ -16,6 +16,7 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.urls import URLPattern, path
 from django.utils.decorators import method_decorator
 from django.utils.html import format_html
+from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 from django.views.decorators.http import require_safe
 
@@ -99,7 +100,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     @admin.display(description=_("started"), ordering="-created_at")
     def started(self, execution: Execution) -> Any:
-        return show.when(execution.created_at)
+        return show.when_short(execution.created_at)
 
     @admin.display(description=_("updated"))
     def updated(self, execution: Execution) -> Any:
@@ -126,7 +127,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
                     "doubt": row,
                     "link": self.execution_link(row.execution.pk),
                     "verdict": self._verdict_url(row.execution.pk, row.step),
-                    "since": show.when(row.since),
+                    "since": show.when_short(row.since),
                     "age": show.ago(row.since),
                     "cause": show.printable(str(show.redacted(row.cause, "cause"))),
                 }
@@ -156,7 +157,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             request,
             "execution.html",
             title=shortened(execution.pk, 60),
-            crumbs=[(self.url("loom_execution_changelist"), self.opts.verbose_name_plural)],
+            crumbs=[(self.url("loom_execution_changelist"), capfirst(self.opts.verbose_name_plural))],
             execution=execution,
             page=page,
             pill=self.state(execution),
@@ -171,7 +172,8 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             fence=Fence.objects.filter(pk=execution.pk).first(),
             timers=[(timer, show.when(timer.wake_at)) for timer in self._timers(execution)],
             acts=[
-                (view, self.execution_url(execution.pk, view.suffix)) for view in self._acts(page, operator)
+                (view.title, self.execution_url(execution.pk, view.suffix))
+                for view in self._acts(page, operator)
             ],
             waits=[
                 (wait, self._verdict_url(execution.pk, wait.step) if wait.step else "") for wait in page.waits
@@ -242,7 +244,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     def crumbs_of(self, execution: Execution) -> list[tuple[str, Any]]:
         return [
-            (self.url("loom_execution_changelist"), self.opts.verbose_name_plural),
+            (self.url("loom_execution_changelist"), capfirst(self.opts.verbose_name_plural)),
             (self.execution_url(execution.pk), shortened(execution.pk)),
         ]
 

@@ -18,7 +18,6 @@ _JSON = {"rows": 4, "class": "loom-code", "spellcheck": "false", "autocomplete":
 class ActForm(forms.Form):
     """Every act has a reason."""
 
-    # "Reason:" and the like come from the labels alone.
     reason = forms.CharField(
         label=_("Reason"),
         max_length=MAX_REASON,
@@ -27,6 +26,9 @@ class ActForm(forms.Form):
     )
 
     field_order: list[str] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"label_suffix": "", **kwargs})
 
     def clean_reason(self) -> str:
         return str(self.cleaned_data["reason"]).replace("\r\n", "\n")

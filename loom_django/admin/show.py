@@ -143,6 +143,19 @@ def when(moment: datetime | None) -> SafeString | str:
     )
 
 
+def when_short(moment: datetime | None) -> SafeString | str:
+    """The same for a column: to the minute."""
+    if moment is None:
+        return ""
+    local = timezone.localtime(moment)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>',
+        moment.astimezone(UTC).isoformat(),
+        local.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        local.strftime("%Y-%m-%d %H:%M"),
+    )
+
+
 def when_micros(micros: int | None) -> SafeString | str:
     return when(from_micros(micros)) if micros else ""
 

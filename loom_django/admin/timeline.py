@@ -66,6 +66,10 @@ class Bar:
     look: Look
     title: str
 
+    @property
+    def end(self) -> float:
+        return round(self.x + self.width, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -149,7 +153,7 @@ def _suspended(lanes: _Lanes, data: Mapping[str, Any]) -> None:
     for wait in data["waits"]:
         if wait["on"] == ON_VERDICT:
             continue  # drawn on the step's own lane
-        lane = lanes.wait(wait["id"], show.wait_in_words(wait["on"], wait.get("key"), wait.get("wake_at")))
+        lane = lanes.wait(wait["id"], show.wait_in_words(wait["on"], wait.get("key"), None))
         if not lane.segments or lane.segments[-1].end is not None:
             lane.segments.append(Segment(data["at"], "park"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from loom_django.engine.core import Engine
 from loom_django.engine.drive import Outcome
@@ -13,6 +14,9 @@ from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.failures import describe_error
 
 log = logging.getLogger("loom_django.late")
+
+# What an operator is told of how an abandoned call failed, in bytes at most.
+MAX_ERROR_BYTES: Final = 2000
 
 
 def note_late_result(engine: Engine, execution_id: str, step_id: str, outcome: Outcome) -> None:
@@ -35,5 +39,5 @@ def _ending(engine: Engine, outcome: Outcome) -> dict[str, object]:
             return {"output": Encoded(codec.dumps(outcome.value, path="late result", limit=limit))}
         except LoomError as exc:
             error = exc
-    described = describe_error(error, 0)
+    described = describe_error(error, MAX_ERROR_BYTES)
     return {"error": {"type": described["type"], "message": codec.encode(described["message"])}}

@@ -35,6 +35,9 @@ from loom_django.stores.base import SequenceOccupied
 if TYPE_CHECKING:
     from loom_django.engine.body import Body
 
+# What an operator is told of an exception that leaves an effect in doubt, in bytes at most.
+MAX_CAUSE_BYTES: Final = 2000
+
 # An outcome whose tool took longer than this many seconds is not carried to the next boundary.
 CARRY_LIMIT: Final = 0.020
 
@@ -256,7 +259,7 @@ def _doubt(tool: Tool[..., Any], outcome: Outcome, error: BaseException) -> str:
     if isinstance(error, EffectInDoubt):
         return error.message
     if isinstance(error, tool.in_doubt_on) or not isinstance(error, Exception):
-        described = describe_error(error, 0)
+        described = describe_error(error, MAX_CAUSE_BYTES)
         return f"{described['type']}: {described['message']}"
     return ""
 
