@@ -43,7 +43,7 @@ class _Parser(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.forms: list[Form] = []
         self.links: list[tuple[str, str]] = []
-        self.rows: list[list[str]] = []
+        self.tables: list[list[list[str]]] = []
         self.text: list[str] = []
         self._form: Form | None = None
         self._skipping = 0
@@ -61,8 +61,10 @@ class _Parser(HTMLParser):
             self.forms.append(self._form)
         elif tag == "a":
             self._link = (attributes.get("href", ""), [])
-        elif tag == "tr":
-            self.rows.append([])
+        elif tag == "table":
+            self.tables.append([])
+        elif tag == "tr" and self.tables:
+            self.tables[-1].append([])
         elif tag in ("td", "th"):
             self._cell = []
         elif self._form is not None:
@@ -98,8 +100,8 @@ class _Parser(HTMLParser):
         elif tag == "a" and self._link:
             self.links.append((self._link[0], _joined(self._link[1])))
             self._link = None
-        elif tag in ("td", "th") and self._cell is not None and self.rows:
-            self.rows[-1].append(_joined(self._cell))
+        elif tag in ("td", "th") and self._cell is not None and self.tables and self.tables[-1]:
+            self.tables[-1][-1].append(_joined(self._cell))
             self._cell = None
         elif self._form is not None:
             self._end_of_field(self._form, tag)
@@ -137,7 +139,7 @@ class Page:
         parser.feed(html)
         self.forms = parser.forms
         self.links = parser.links
-        self.rows = parser.rows
+        self.tables = parser.tables
         self.text = _joined(parser.text)
 
     def form(self, *names: str) -> Form:
@@ -151,18 +153,16 @@ class Page:
                 return form
         raise StageError(f"{self.url} ({self.status}) has no form with {names}. It says: {self.text[:600]}")
 
-    def link(self, *, containing: str) -> str:
-        """The first link whose text or address contains this.
+    def link(self, *words: str) -> str:
+        """The first link that has all of these in its text or address.
 
         Raises:
             StageError: there is none.
         """
         for address, text in self.links:
-            if containing in text or containing in address:
+            if all(word in text or word in address for word in words):
                 return urljoin(self.url, address)
-        raise StageError(
-            f"{self.url} ({self.status}) has no link with {containing!r}. It says: {self.text[:600]}"
-        )
+        raise StageError(f"{self.url} ({self.status}) has no link with {words}. It says: {self.text[:600]}")
 
     def row(self, containing: str) -> dict[str, str]:
         """The table row that contains this, under its column heads.
@@ -170,10 +170,10 @@ class Page:
         Raises:
             StageError: there is none.
         """
-        for number, row in enumerate(self.rows):
-            if number and any(containing in cell for cell in row):
-                heads = next((head for head in self.rows[:number] if len(head) == len(row)), row)
-                return dict(zip(heads, row, strict=True))
+        for heads, *rows in filter(None, self.tables):
+            for row in rows:
+                if any(containing in cell for cell in row):
+                    return dict(zip(heads, row, strict=False))
         raise StageError(
             f"{self.url} ({self.status}) has no row with {containing!r}. It says: {self.text[:600]}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import textwrap
 from collections import Counter
@@ -27,7 +28,7 @@ from loom_django.models import Event, Execution
 
 OPERATOR = "olga"
 # What settling a doubt needs, and nothing more.
-PERMISSIONS = ("view_execution", "view_event", "view_payload", "resolve_step")
+PERMISSIONS = ("view_execution", "resolve_step")
 LEASE = {"LOOM_LEASE_TTL": "2", "LOOM_LEASE_RENEW_INTERVAL": "0.5"}
 NAP = timedelta(seconds=2)
 WIDTH = 100
@@ -74,6 +75,17 @@ class Play:
         for row in (heads, rule, *rows):
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             self._say("      " + "  ".join(cells).rstrip())
+
+    def quote(self, row: dict[str, str]) -> None:
+        """A row of one of the admin's tables, cell under cell."""
+        self._say("")
+        for head, cell in row.items():
+            if head and cell:
+                indent = f"      {head + ':':<18} "
+                self._say(
+                    textwrap.fill(cell, WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent))
+                )
+        self._say("")
 
     # The acts.
 
@@ -204,11 +216,7 @@ class Play:
         queue = browser.open(reverse("admin:loom_in_doubt"))
         row = queue.row(self.execution_id)
         self.tell(f"{OPERATOR} logs in to the admin and opens the queue of doubts. It says:")
-        self._say("")
-        for head, cell in row.items():
-            if head and cell:
-                self._say(f"      {head + ':':<18} {cell}")
-        self._say("")
+        self.quote(row)
         request = self._transfer()
         if request is None:
             raise StageError("the transfer is gone from the provider's ledger")
@@ -229,7 +237,25 @@ class Play:
         return browser
 
     def _post_verdict(self, browser: Browser, queue: Page, transfer_id: str) -> None:
-        raise NotImplementedError
+        """Form, preview, confirmation: what a person does with three clicks."""
+        page = browser.open(queue.link(f"/{self.execution_id}/", "Give a verdict"))
+        answers = {
+            "resolution": "completed-with-result",
+            "output": json.dumps(transfer_id),
+            "reason": "seen in the bank's ledger",
+        }
+        preview = browser.submit(page, page.form(*answers), answers)
+        self.tell(
+            "Before anything is written, the admin shows the one row that her verdict will add to the log:"
+        )
+        self.quote(preview.row("EXECUTION_RESUMED"))
+        done = browser.submit(preview, preview.form("stage", *answers), {"stage": "confirm"})
+        if done.status != 200 or not self._settled():
+            raise StageError(f"the verdict was not taken ({done.status}): {done.text[:600]}")
+        self.tell("She confirms. Her name and her reason stand in the log from now on.")
+
+    def _settled(self) -> bool:
+        return not self._execution().in_doubt
 
     def sleep_and_wake(self) -> None:
         self.title("The flow goes on")
