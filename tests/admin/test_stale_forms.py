@@ -1,0 +1,182 @@
+"""An answer settles the question that was looked at, and no other one."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib.admin.models import LogEntry
+
+from loom_django.runtime import loom
+from tests.admin import flows
+from tests.admin.conftest import client_of, in_doubt, kinds, make_user, question, url, verdict
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def bea(db):
+    """Another operator, in another window."""
+    return client_of(make_user("bea", "view_execution", "resolve_step", "resume_execution", "retry_error"))
+
+
+def test_an_answered_question_is_refused_and_says_by_whom(console, bea):
+    """The second window gets an ordinary page with the name, the time and the event; nothing is appended."""
+    sequence = in_doubt("x", twice=True)
+    assert console.post(url("execution_verdict", "x"), verdict(sequence)).status_code == 302
+    [answer] = loom.history("x", kinds=["EXECUTION_RESUMED"])
+    open_ = question("x", "second_transfer")
+    before = kinds("x")
+
+    late = bea.post(url("execution_verdict", "x"), verdict(sequence))
+    text = late.content.decode()
+    assert late.status_code == 409
+    assert "answered by anna" in text
+    assert f"event {answer.sequence}" in text
+    assert "a verdict on second_transfer" in text  # what it asks now
+    assert kinds("x") == before
+    assert question("x", "second_transfer") == open_
+    assert LogEntry.objects.count() == 1
+
+
+def test_a_verdict_does_not_wander_to_the_next_step(console, bea):
+    """A form of the first doubt that names the second step is refused by its question."""
+    sequence = in_doubt("x", twice=True)
+    console.post(url("execution_verdict", "x"), verdict(sequence))
+    before = kinds("x")
+    wandered = bea.post(url("execution_verdict", "x"), verdict(sequence, step="second_transfer"))
+    assert wandered.status_code == 409
+    assert kinds("x") == before
+
+
+@pytest.mark.parametrize("stage", ["preview", "confirm"])
+def test_the_same_step_in_doubt_anew_is_another_question(console, bea, stage):
+    """After a fresh retry that got lost too, the old form is refused at its preview and at its end."""
+    old = in_doubt("x")
+    console.post(url("execution_verdict", "x"), verdict(old, "retry-fresh"))
+    new = question("x")
+    assert new != old
+    before = kinds("x")
+    assert bea.post(url("execution_verdict", "x"), verdict(old, stage=stage)).status_code == 409
+    assert kinds("x") == before
+    assert bea.post(url("execution_verdict", "x"), verdict(new)).status_code == 302
+    assert loom.state("x").result == "tx-7"
+
+
+def test_a_form_cannot_be_opened_for_what_is_settled(console):
+    """A bookmark of an old question leads to the page that says who answered it."""
+    sequence = in_doubt("x")
+    console.post(url("execution_verdict", "x"), verdict(sequence))
+    page = console.get(url("execution_verdict", "x", step="transfer"))
+    assert page.status_code == 409
+    assert "answered by anna" in page.content.decode()
+
+
+def test_an_answer_to_an_earlier_wait_is_not_given_to_the_next_one(console, bea):
+    """Two waits of one name, one after the other: the form names the wait."""
+    flows.ask.using(execution_id="x").start(rounds=2)
+    sent = {"question": "wait:Approval#1", "payload": '"yes"', "reason": "r", "stage": "confirm"}
+    assert console.post(url("execution_resume", "x"), sent).status_code == 302
+    before = kinds("x")
+    late = bea.post(url("execution_resume", "x"), sent)
+    assert late.status_code == 409
+    assert "answered by anna" in late.content.decode()
+    assert kinds("x") == before
+    assert bea.post(url("execution_resume", "x"), {**sent, "question": "wait:Approval#2"}).status_code == 302
+    assert loom.state("x").finished
+
+
+def test_a_wait_that_never_was_is_refused(console):
+    """A question that nobody asked is no slip that falls back to another one."""
+    flows.ask.using(execution_id="x").start()
+    before = kinds("x")
+    for made_up in ("wait:Approval#7", "in-doubt:transfer:1", "EffectInDoubtResolved"):
+        sent = {"question": made_up, "payload": "1", "reason": "r", "stage": "confirm"}
+        assert console.post(url("execution_resume", "x"), sent).status_code == 409
+    assert kinds("x") == before
+
+
+def test_a_retry_is_of_the_error_that_was_looked_at(console, bea):
+    """A second error after the first retry is another question."""
+    flows.bugs.extend([ValueError("first"), ValueError("second")])
+    flows.buggy.using(execution_id="x").start()
+    sent = {"question": "error#1", "reason": "fixed", "stage": "confirm"}
+    assert console.post(url("execution_retry_error", "x"), sent).status_code == 302
+    before = kinds("x")
+    assert bea.post(url("execution_retry_error", "x"), sent).status_code == 409
+    assert kinds("x") == before
+    assert bea.post(url("execution_retry_error", "x"), {**sent, "question": "error#2"}).status_code == 302
+    assert loom.state("x").result == "fine"
+
+
+def test_a_verdict_on_what_was_cancelled_is_refused(console):
+    """The execution has ended; the page says so."""
+    sequence = in_doubt("x")
+    loom.cancel("x", reason="r")
+    before = kinds("x")
+    page = console.post(url("execution_verdict", "x"), verdict(sequence))
+    assert page.status_code == 409
+    assert "has ended" in page.content.decode()
+    assert kinds("x") == before
+
+
+def test_a_second_cancel_is_answered(console):
+    """It is no error and appends nothing."""
+    in_doubt("x")
+    sent = {"reason": "r", "stage": "confirm"}
+    console.post(url("execution_cancel", "x"), sent)
+    before = kinds("x")
+    again = console.post(url("execution_cancel", "x"), sent, follow=True)
+    assert "cancelled already" in again.content.decode()
+    assert kinds("x") == before
+
+
+def test_a_cancel_of_what_completed_is_refused(console):
+    """The log says how it ended; that stands."""
+    flows.bank.append("tx-1")
+    flows.pay.using(execution_id="x").start()
+    page = console.post(url("execution_cancel", "x"), {"reason": "r", "stage": "confirm"})
+    assert (page.status_code, "COMPLETED" in page.content.decode()) == (409, True)
+
+
+@pytest.mark.parametrize("missing", ["reason", "question", "step", "resolution"])
+def test_an_incomplete_form_does_nothing(console, missing):
+    """It is shown again with what is missing."""
+    sequence = in_doubt("x")
+    before = kinds("x")
+    sent = verdict(sequence)
+    del sent[missing]
+    page = console.post(url("execution_verdict", "x"), sent)
+    assert page.status_code == 200
+    assert missing in page.context["form"].errors
+    assert kinds("x") == before
+
+
+def test_a_blank_reason_is_none(console):
+    """Spaces say nothing to whoever reads the log later."""
+    sequence = in_doubt("x")
+    before = kinds("x")
+    page = console.post(url("execution_verdict", "x"), verdict(sequence, reason="  \n "))
+    assert "reason" in page.context["form"].errors
+    assert kinds("x") == before
+
+
+def test_a_form_may_be_changed_after_its_preview(console):
+    """Everything typed is kept, and nothing is written."""
+    sequence = in_doubt("x")
+    before = kinds("x")
+    page = console.post(url("execution_verdict", "x"), verdict(sequence, stage="edit", output='{"a": 1}'))
+    assert page.context["form"].initial["output"] == '{"a": 1}'
+    assert not page.context["form"].errors
+    assert kinds("x") == before
+
+
+def test_changed_code_is_refused_on_an_ordinary_page(console, monkeypatch):
+    """Nothing is appended to an execution that no registered flow can go on with."""
+    sequence = in_doubt("x")
+    before = kinds("x")
+    from loom_django.definitions import registry
+
+    monkeypatch.setitem(registry._flows, "pay", {})
+    page = console.post(url("execution_verdict", "x"), verdict(sequence))
+    assert page.status_code == 409
+    assert kinds("x") == before
+    assert console.get(url("execution_change", "x")).status_code == 200
