@@ -15,6 +15,7 @@ from typing import Any
 
 from loom_django import (
     AsyncFlowContext,
+    EffectInDoubt,
     FlowContext,
     RetryPolicy,
     StepContext,
@@ -277,3 +278,17 @@ def retries_fresh(ctx: FlowContext) -> int:
 @flow("two-quick", steps=[quick, charge])
 def two_quick(ctx: FlowContext) -> list[str]:
     return [ctx.run(quick), ctx.run(charge)]
+
+
+@tool(idempotent=False)
+def doubtful(ctx: StepContext) -> str:
+    """Nobody knows, the first time."""
+    effect(ctx)
+    if ctx.attempt == 1:
+        raise EffectInDoubt("the line went dead")
+    return "sent"
+
+
+@flow("in-doubt", steps=[doubtful, book])
+def in_doubt(ctx: FlowContext) -> list[Any]:
+    return [ctx.run(doubtful), ctx.run(book)]

@@ -51,7 +51,6 @@ class Stage:
         self.points: dict[tuple[str, str], tuple[int, str]] = {}
         self.lock = threading.Lock()
         self.statement: tuple[str, int, str] | None = None
-        self.counted = 0
         self.statements: list[str] = []
 
     # A step's life.
@@ -80,31 +79,32 @@ class Stage:
         self.statement = (when, number, act)
         watch(self._before, self._after)
 
-    def _before(self, sql: str) -> None:
+    def _before(self, sql: str) -> int:
         with self.lock:
-            self.counted += 1
             self.statements.append(sql)
-        self._meet("before")
+            number = len(self.statements)
+        self._meet("before", number)
+        return number
 
-    def _after(self) -> None:
-        self._meet("after")
+    def _after(self, number: int) -> None:
+        self._meet("after", number)
 
-    def _meet(self, when: str) -> None:
-        if self.statement is not None and self.statement[:2] == (when, self.counted):
+    def _meet(self, when: str, number: int) -> None:
+        if self.statement is not None and self.statement[:2] == (when, number):
             ACTS[self.statement[2]]()
 
 
 stage = Stage()
 
 
-def watch(before: Callable[[str], None], after: Callable[[], None]) -> None:
+def watch(before: Callable[[str], int], after: Callable[[int], None]) -> None:
     """Call back around each statement of this process, below Django and below loom's own cursors."""
 
     def around(call: Callable[..., Any], sql_of: Callable[..., str]) -> Callable[..., Any]:
         def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before(sql_of(*args))
+            number = before(sql_of(*args))
             result = call(self, *args, **kwargs)
-            after()
+            after(number)
             return result
 
         return watched
