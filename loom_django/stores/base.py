@@ -154,9 +154,9 @@ class Commit:
         return self.events[0].sequence
 
     @property
-    def ids(self) -> list[str]:
-        """The executions that it writes to."""
-        return [self.execution_id, *(other.execution_id for other in self.also)]
+    def writers(self) -> list[tuple[str, int]]:
+        """The executions that it writes to, each with its writer."""
+        return [(one.execution_id, one.events[0].writer) for one in (self, *self.also)]
 
     @property
     def unguarded(self) -> bool:
@@ -272,7 +272,8 @@ class EventStore(Protocol):
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         """Land several executions' commits, each by itself: None where it landed, else why not.
 
-        Commits of one execution land in the order given; one behind a refused one is refused as well.
+        Commits of one execution land in the order given; one behind a refused one of the same writer is
+        refused as well.
         """
 
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:

@@ -118,16 +118,16 @@ class MemoryStore:
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = []
-        refused: dict[str, Exception] = {}
+        refused: dict[tuple[str, int], Exception] = {}
         for commit in commits:
-            outcome = next((refused[key] for key in commit.ids if key in refused), None)
+            outcome = next((refused[key] for key in commit.writers if key in refused), None)
             if outcome is None:
                 try:
                     self.append(commit)
                 except Exception as error:
                     outcome = error
             if outcome is not None:
-                refused.update(dict.fromkeys(commit.ids, outcome))
+                refused.update(dict.fromkeys(commit.writers, outcome))
             outcomes.append(outcome)
         return outcomes
 

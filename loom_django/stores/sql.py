@@ -405,7 +405,7 @@ class SqlStore(ABC):
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = [None] * len(commits)
-        refused: dict[str, Exception] = {}
+        refused: dict[tuple[str, int], Exception] = {}
         fit = []
         for place, commit in enumerate(commits):
             try:
@@ -417,18 +417,18 @@ class SqlStore(ABC):
         for batch in _Batches(fit):
             for seat, outcome in self._land_behind(batch, refused):
                 if outcome is not None:
-                    refused.update(dict.fromkeys(seat.commit.ids, outcome))
+                    refused.update(dict.fromkeys(seat.commit.writers, outcome))
                 for place in seat.places:
                     outcomes[place] = outcome
         return outcomes
 
     def _land_behind(
-        self, batch: Sequence[_Seat], refused: Mapping[str, Exception]
+        self, batch: Sequence[_Seat], refused: Mapping[tuple[str, int], Exception]
     ) -> list[tuple[_Seat, Exception | None]]:
         """Land a batch, but for what follows a refused commit of its execution: a rival's event may stand in
         the refused one's place, and it would land behind that."""
         behind = {
-            id(seat): next((refused[key] for key in seat.commit.ids if key in refused), None)
+            id(seat): next((refused[key] for key in seat.commit.writers if key in refused), None)
             for seat in batch
         }
         free = [seat for seat in batch if behind[id(seat)] is None]
@@ -836,9 +836,7 @@ class _Batches:
         if seat is None or self._woken.get(commit.execution_id, -1) >= seat.batch:
             return False
         earlier = seat.commit
-        alike = (earlier.execution_id, earlier.fence, earlier.unguarded) == (
-            (commit.execution_id, commit.fence, commit.unguarded)
-        )
+        alike = _identity(earlier) == _identity(commit)
         follows = earlier.events[-1].sequence + 1 == commit.first_sequence
         if (
             not (alike and follows and _only_adds(earlier))
@@ -863,6 +861,10 @@ class _Batches:
         if seat.batch == len(self._batches):
             self._batches.append([])
         self._batches[seat.batch].append(seat)
+
+
+def _identity(commit: Commit) -> tuple[Any, ...]:
+    return commit.execution_id, commit.events[0].writer, commit.fence, commit.unguarded
 
 
 def _only_adds(commit: Commit) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
-from django.db import Error
+from django.db import Error, OperationalError
 
 from loom_django import compat
 from loom_django.errors import StoreUnavailableError
@@ -241,7 +241,7 @@ class SqliteStore(SqlStore):
 
     def __init__(self, alias: str = "default", *, give_up: float = 30.0) -> None:
         super().__init__(alias, give_up=give_up)
-        self._writes_ahead = False
+        self._asked_to_write_ahead = False
 
     # How a statement gets to the file.
 
@@ -295,14 +295,21 @@ class SqliteStore(SqlStore):
                     raise StoreUnavailableError(problem, attempts=backoff.attempts) from error
 
     def _write_ahead(self) -> None:
-        """Once: readers and the writer do not wait for each other. The file remembers it."""
-        if not self._writes_ahead:
-            self._say("pragma journal_mode = wal")
-            self._writes_ahead = True
+        """Once: readers and the writer do not wait for each other. The file remembers it.
+
+        While others use the file in its old mode it cannot be changed; a later process does it then.
+        """
+        if not self._asked_to_write_ahead:
+            self._asked_to_write_ahead = True
+            with suppress(OperationalError):
+                self._say("pragma journal_mode = wal")
 
     def _atomically(self, work: Callable[[], _T]) -> _T:
         """Do all of it or nothing: in a transaction of its own, or behind a savepoint in a caller's."""
         if compat.open_transaction(self.connection):
+            if not self.connection.connection.in_transaction:
+                # Autocommit is off and nothing was written yet: releasing an outermost savepoint would commit.
+                self._say("begin")
             begin, commit = "savepoint loom", "release savepoint loom"
             rollback = ("rollback to savepoint loom", "release savepoint loom")
             return self._between(begin, work, commit, rollback)

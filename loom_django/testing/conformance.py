@@ -120,13 +120,14 @@ class StoreConformance:
         """Return the store to test; called once by each test, and again for a second process's view."""
         raise NotImplementedError
 
-    def setup_method(self) -> None:
+    def setUp(self) -> None:
+        self.setup_method()
+
+    def setup_method(self, _method: object = None) -> None:
         self.store = self.make_store()
         self.flow_id = f"flow-{uuid.uuid4().hex[:12]}"
         self.known = Known({self.flow_id: 1})
         self._logs = 0
-
-    setUp = setup_method
 
     def log(self, *, flow_id: str | None = None, name: str | None = None) -> Log:
         """A log that is not started."""

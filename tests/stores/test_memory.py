@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loom_django.stores.memory import MemoryStore
-from loom_django.testing.conformance import (
+from loom_django.testing import (
     EventStoreConformance,
     InboxStoreConformance,
     LeaseStoreConformance,
