@@ -33,7 +33,6 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 Durability = Literal["boundary", "deferred"]
-Divergence = Literal["warn", "fail", "off"]
 OnError = Literal["fail", "park"]
 
 
@@ -92,7 +91,7 @@ class Tool(Generic[P, R_co]):
         return changed
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Step[R_co]:
-        """The tool with its arguments, to be run in a branch of ``ctx.parallel``."""
+        """The tool with its arguments, as one value."""
         return Step(self, args, kwargs)
 
     @property
@@ -270,7 +269,6 @@ class Flow(Generic[P, R_co]):
         self.pinned: bool = declared["pinned"]
         self.deadline = declared["deadline"]
         self.durability: Durability | None = declared["durability"]
-        self.divergence: Divergence | None = declared["divergence"]
         self.max_recoveries: int | None = declared["max_recoveries"]
         self.on_error: OnError = declared["on_error"]
         self.compatible_with: tuple[str, ...] = tuple(declared["compatible_with"])
@@ -383,7 +381,6 @@ def _check_flow(flow_: Flow[..., Any]) -> None:
         refuse("is a generator; a flow is a plain or async function")
     for name, value, allowed in (
         ("durability", flow_.durability, (None, "boundary", "deferred")),
-        ("divergence", flow_.divergence, (None, "warn", "fail", "off")),
         ("on_error", flow_.on_error, ("fail", "park")),
     ):
         if value not in allowed:
@@ -456,7 +453,6 @@ def flow(
     durability: Durability | None = None,
     code_fingerprint: str | None = None,
     compatible_with: Iterable[str] = (),
-    divergence: Divergence | None = None,
     max_recoveries: int | None = None,
     on_error: OnError = "fail",
 ) -> _FlowDecorator:
@@ -472,7 +468,6 @@ def flow(
         durability: ``"boundary"`` (a durable marker before every effect) or ``"deferred"``.
         code_fingerprint: a string, or ``"auto"`` for a digest of the body.
         compatible_with: fingerprints of older bodies that this one may continue.
-        divergence: what to do when a replay does not ask for what the log holds.
         max_recoveries: takeovers without progress before it parks for an operator.
         on_error: ``"fail"`` ends the execution on an uncaught exception, ``"park"`` waits for a fix.
 
@@ -488,7 +483,6 @@ def flow(
         "durability": durability,
         "code_fingerprint": code_fingerprint,
         "compatible_with": compatible_with,
-        "divergence": divergence,
         "max_recoveries": max_recoveries,
         "on_error": on_error,
     }
@@ -559,7 +553,6 @@ def _content(flow_: Flow[..., Any]) -> tuple[Any, ...]:
         flow_.pinned,
         flow_.deadline,
         flow_.durability,
-        flow_.divergence,
         flow_.max_recoveries,
         flow_.on_error,
         flow_.compatible_with,

@@ -547,8 +547,9 @@ class FlowCodeMismatchError(LoomError):
         super().__init__(
             f'execution "{execution_id}" was recorded with {kind} {recorded}, the registered flow has '
             f"{registered}{changed}. Pin: register the old version beside the new one. "
-            "Migrate: move the execution with loom.resume_as. "
-            "Drain: leave it to the processes of the old release."
+            "Migrate: resume it with allow_flow_code_mismatch=True, once you have made sure that the new code can "
+            "go on from its log. "
+            "Drain: cancel it and start it anew, or leave it to processes of the old release."
         )
 
 

@@ -139,7 +139,7 @@ class Handle(Generic[R]):
     def _check_may_wait(self) -> None:
         if in_body():
             raise ContextMisuseError(
-                "handle.result() in a flow's body would hold its thread: use ctx.await_child"
+                "handle.result() in a flow's body would hold its thread: wait for it outside"
             )
         if self._loom.store.in_transaction():
             raise OpenTransactionError(
@@ -374,6 +374,34 @@ class Loom:
         appended = answers.cancel(self.engine, execution_id, reason=reason, principal=principal)
         return Handle(self, execution_id, appended.journal.fold.flow_id)
 
+    def record_outcome(
+        self,
+        execution_id: str,
+        /,
+        outcome: str,
+        payload: Any = None,
+        *,
+        step_id: str | None = None,
+        principal: Any = None,
+    ) -> Handle[Any]:
+        """Note something about an execution that has ended, as often as there is something to note.
+
+        Args:
+            outcome: what happened, in a few words.
+            step_id: a step that was in doubt when the execution ended: this says what became of its effect,
+                and the step leaves the queue of doubts.
+
+        Raises:
+            ExecutionNotFoundError: no such execution. InvalidInputError: it has not ended.
+            VerdictRefusedError: the step is not in doubt.
+        """
+        self.store.check_caller("loom.record_outcome")
+        keys.check_id(outcome, "outcome")
+        appended = answers.record_outcome(
+            self.engine, execution_id, outcome, payload, step_id=step_id, principal=principal
+        )
+        return Handle(self, execution_id, appended.journal.fold.flow_id)
+
     def send(
         self, execution_id: str, /, name: str, payload: Any = None, *, message_id: str | None = None
     ) -> bool:
@@ -487,6 +515,12 @@ class Loom:
     async def acancel(self, execution_id: str, /, **options: Any) -> Handle[Any]:
         """:meth:`cancel`, awaited."""
         return await sync_to_async(self.cancel)(execution_id, **options)
+
+    async def arecord_outcome(
+        self, execution_id: str, /, outcome: str, payload: Any = None, **options: Any
+    ) -> Handle[Any]:
+        """:meth:`record_outcome`, awaited."""
+        return await sync_to_async(self.record_outcome)(execution_id, outcome, payload, **options)
 
     async def asend(
         self, execution_id: str, /, name: str, payload: Any = None, *, message_id: str | None = None

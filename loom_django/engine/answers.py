@@ -12,12 +12,13 @@ from typing import Any, Final, Literal, NoReturn, get_args
 
 from loom_django.engine import doubt
 from loom_django.engine.body import message_fields
+from loom_django.engine.code import flow_for, target_of
 from loom_django.engine.core import Engine, from_micros, to_micros
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import ATTEMPTS, Appended, Landing, append_outside
-from loom_django.engine.run import mismatch
 from loom_django.errors import (
     ExecutionClosedError,
+    FlowCodeMismatchError,
     InvalidInputError,
     ResumeContendedError,
     ResumeRefusedError,
@@ -81,8 +82,9 @@ def resume(
 
     def compose(journal: Journal) -> Landing:
         wait = _pending_wait(journal.fold, event_type, correlation_key)
-        if not allow_flow_code_mismatch:
-            check_code(engine, journal.fold)
+        if allow_flow_code_mismatch:
+            _migrate(engine, journal, principal_name(principal))
+        check_code(engine, journal.fold)
         return _answer(journal, wait, event_type, text, principal_name(principal), None, ownership)
 
     return append_outside(engine, execution_id, compose, fence=fence)
@@ -92,10 +94,32 @@ def check_code(engine: Engine, fold: Fold) -> None:
     """Refuse an execution whose recorded code no registered flow has.
 
     Raises:
-        FlowCodeMismatchError: with the three exits.
+        FlowCodeMismatchError: with the ways out.
     """
-    if engine.version_of(fold.flow_id, fold.version, fold.flow_hash) is None:
-        raise mismatch(engine, fold)
+    flow_for(engine, fold)
+
+
+def _migrate(engine: Engine, journal: Journal, principal: str | None) -> None:
+    """Re-point an execution to the code that is registered now; the caller vouches for it."""
+    fold = journal.fold
+    try:
+        flow_for(engine, fold)
+    except FlowCodeMismatchError:
+        target = target_of(engine, fold)
+        if target is None:
+            raise
+        fields = {
+            "strategy": "operator-ack",
+            "from_version": fold.version,
+            "from_hash": fold.flow_hash,
+            "from_code": fold.code_hash or None,
+            "to_flow": target.id,
+            "to_version": target.version,
+            "to_hash": target.flow_hash,
+            "to_code": target.code_hash,
+            "principal": principal,
+        }
+        journal.record(Kind.EXECUTION_MIGRATED, fields)
 
 
 def _answer(
@@ -448,3 +472,43 @@ def _end(engine: Engine, execution_id: str, record: Callable[[Journal], Landing 
         except _BegunMeanwhile:
             continue
     raise ResumeContendedError(execution_id, ATTEMPTS)
+
+
+# After the end.
+
+
+def record_outcome(
+    engine: Engine,
+    execution_id: str,
+    outcome: str,
+    payload: Any = None,
+    *,
+    step_id: str | None = None,
+    principal: Any = None,
+) -> Appended:
+    """Note something about an execution that has ended; with a step, what became of its effect in doubt.
+
+    Raises:
+        InvalidInputError: it has not ended; a parked effect is settled by a verdict.
+        VerdictRefusedError: the step is not in doubt.
+    """
+    text = _encoded(engine, payload, "payload")
+
+    def compose(journal: Journal) -> Landing:
+        fold = journal.fold
+        if fold.status not in TERMINAL_STATUSES:
+            raise InvalidInputError(
+                f"an outcome is noted after the end, and {execution_id!r} is {fold.status}: use loom.resolve"
+            )
+        if step_id is not None and step_id not in fold.doubtful:
+            _refuse_verdict(fold, step_id)
+        fields = {
+            "outcome": outcome,
+            "payload": text,
+            "step": step_id,
+            "principal": principal_name(principal),
+        }
+        journal.record(Kind.OUTCOME_RECORDED, fields)
+        return Landing()
+
+    return append_outside(engine, execution_id, compose)

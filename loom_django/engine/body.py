@@ -101,7 +101,7 @@ class Body:
             self.refuse(
                 ContextMisuseError(
                     f"ctx.{what} was called in another thread than the flow's; the order of its calls would be "
-                    f"left to chance. Run steps side by side with ctx.parallel, or threads inside one tool."
+                    f"left to chance. Use threads inside one tool."
                 )
             )
         if self.unawaited:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from loom_django.conf import LoomSettings
-from loom_django.definitions import Flow, Registry
+from loom_django.definitions import Registry
 from loom_django.kernel.events import Event
 from loom_django.stores.base import Known, Ownership, Store
 
@@ -103,12 +103,3 @@ class Engine:
         """Tell the testing kit that a run has come to a point of a step's life."""
         if self.crash_point is not None:
             self.crash_point(point, execution_id, step_id)
-
-    def version_of(self, flow_id: str, recorded: int, flow_hash: str) -> Flow[..., Any] | None:
-        """The registered flow that serves an execution: the recorded version if its hash is the recorded
-        one, else the highest with that hash; None if none has it."""
-        versions = self.registry.versions(flow_id)
-        matching = {number: flow for number, flow in versions.items() if flow.flow_hash == flow_hash}
-        if recorded in matching:
-            return matching[recorded]
-        return matching[max(matching)] if matching else None

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import LOST, Journal
-from loom_django.errors import ExecutionNotFoundError
+from loom_django.errors import ExecutionNotFoundError, ResumeContendedError
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
 from loom_django.stores.base import KEEP, Loaded, Ownership
@@ -75,6 +75,7 @@ def append_outside(
 
     Raises:
         ExecutionNotFoundError: there is no such execution.
+        ResumeContendedError: somebody else was first every time; nothing was written.
     """
     last: Exception | None = None
     for _ in range(ATTEMPTS):
@@ -94,7 +95,7 @@ def append_outside(
             last = exc
             continue
         return Appended(journal, events)
-    raise last or AssertionError("an append was tried no time at all")
+    raise ResumeContendedError(execution_id, ATTEMPTS) from last
 
 
 def note(engine: Engine, execution_id: str, kind: str, fields: dict[str, Any]) -> Appended:

@@ -14,6 +14,7 @@ from typing import Any
 
 from loom_django.definitions import Flow
 from loom_django.engine.body import Body
+from loom_django.engine.code import flow_for
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
@@ -32,7 +33,6 @@ from loom_django.errors import (
 )
 from loom_django.kernel import codec
 from loom_django.kernel.events import Kind
-from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, Wait
 from loom_django.stores.base import NOBODY
 
@@ -109,34 +109,18 @@ def run_execution(
 def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | None:
     """The registered flow for a log; None, with the execution handed back, if this node cannot serve it."""
     fold = journal.fold
-    flow = engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
-    if flow is not None and not fold.unknown_kinds and fold.status not in TERMINAL_STATUSES:
-        return flow
-    if fold.status not in TERMINAL_STATUSES:
-        log.error(
-            "an execution is left alone: %s",
-            mismatch(engine, fold) if flow is None else f"unknown kinds {fold.unknown_kinds}",
-            extra={"execution_id": fold.execution_id, "flow_id": fold.flow_id},
-        )
+    if fold.status in TERMINAL_STATUSES:
+        return None
+    about = {"execution_id": fold.execution_id, "flow_id": fold.flow_id}
+    try:
+        flow = flow_for(engine, fold)
+        if not fold.unknown_kinds:
+            return flow
+        log.error("an execution is left alone: its log has unknown kinds %s", fold.unknown_kinds, extra=about)
+    except FlowCodeMismatchError as exc:
+        log.error("an execution is left alone: %s", exc, extra=about)
     engine.store.release(fold.execution_id, token, delay=REFUSED_DELAY)
     return None
-
-
-def mismatch(engine: Engine, fold: Fold) -> FlowCodeMismatchError:
-    """The refusal of an execution whose recorded code no registered flow has."""
-    versions = engine.registry.versions(fold.flow_id)
-    nearest = versions.get(fold.version) or (versions[max(versions)] if versions else None)
-    differences = []
-    if nearest is not None:
-        recorded = {frame.step_id.split("#", 1)[0] for frame in fold.frames.values()}
-        differences = [f"step {step!r} is gone" for step in sorted(recorded - set(nearest.steps))]
-    return FlowCodeMismatchError(
-        fold.execution_id,
-        "structure",
-        fold.flow_hash,
-        nearest.flow_hash if nearest else "not registered here",
-        differences,
-    )
 
 
 def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:

@@ -328,6 +328,11 @@ class Fold:
             self.noted.add(data["note"])
         self.meters[data["resource"]] = self.meters.get(data["resource"], Decimal(0)) + amount
 
+    def _outcome(self, event: Event, data: Mapping[str, Any]) -> None:
+        frame = self.frames.get(data.get("step", ""))
+        if frame is not None and frame.status is FrameStatus.IN_DOUBT:
+            self._put(replace(frame, status=FrameStatus.NOTED, finished_at=data["at"]))
+
     def _application_event(self, event: Event) -> None:
         note = event.data.get("note")
         if note is not None:
@@ -359,7 +364,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     Kind.MESSAGE_CONSUMED: Fold._message,
     Kind.DECISION_RECORDED: Fold._decided,
     Kind.CHILD_STARTED: Fold._noted,
-    Kind.OUTCOME_RECORDED: Fold._noted,
+    Kind.OUTCOME_RECORDED: Fold._outcome,
     Kind.RESOURCE_METERED: Fold._metered,
 }
 if set(_RULES) != set(Kind):

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from loom_django.kernel import codec
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import ExecutionState, Status, Wait
 
@@ -58,7 +59,7 @@ def project(state: ExecutionState | Fold) -> Projection:
         waits=_waits(waits),
         waiting_on=waits[0].on[:255] if waits else "",
         error_type=str(error.get("type", ""))[:255],
-        error_message=_plain(error.get("message", ""))[:MAX_ERROR_TEXT],
+        error_message=_plain(codec.decode(error.get("message", "")))[:MAX_ERROR_TEXT],
     )
 
 

@@ -35,6 +35,7 @@ class FrameStatus(enum.StrEnum):
     FRESH = "fresh"  # a verdict asked for a new logical attempt that has not begun
     COMPLETED = "completed"
     FAILED = "failed"
+    NOTED = "noted"  # in doubt when the execution ended; an operator recorded what became of it
 
 
 # Waits that only their own call may answer. Programs cannot wait on these names.

@@ -25,6 +25,10 @@ BACKOFF_MAX: Final = 5.0
 REPORT_EVERY: Final = 30.0
 
 
+# The ready file is written at most so often, in seconds.
+REPORT_PROGRESS_EVERY: Final = 0.2
+
+
 class Service(Protocol):
     name: str
 
@@ -90,6 +94,7 @@ class Loop:
         self.ready_file = ready_file
         self.stop = threading.Event()
         self.wake = threading.Event()
+        self._reported_at = float("-inf")
 
     def turn(self) -> bool:
         """Tick every service once; True if any has more to do."""
@@ -100,9 +105,10 @@ class Loop:
     def run(self) -> bool:
         """Turn until stopped; True, for a stop is no failure."""
         while not self.stop.is_set():
-            if self.turn():
-                continue
+            more = self.turn()
             self._report_progress()
+            if more:
+                continue
             # Full intervals from many processes would march in step.
             self.wake.wait(self.interval() * (0.75 + self.draw() / 2))
             self.wake.clear()
@@ -127,8 +133,9 @@ class Loop:
         self.wake.set()
 
     def _report_progress(self) -> None:
-        if self.ready_file is None:
+        if self.ready_file is None or time.monotonic() - self._reported_at < REPORT_PROGRESS_EVERY:
             return
+        self._reported_at = time.monotonic()
         healthy = not any(service.failures for service in self.services)
         state = {"at": time.time(), "pid": os.getpid(), "healthy": healthy}
         partial = self.ready_file.with_suffix(self.ready_file.suffix + ".new")

@@ -22,10 +22,12 @@ from typing import Any, Final, Protocol, cast
 from loom_django.definitions import Tool
 from loom_django.engine import answers
 from loom_django.engine.answers import MISSING
+from loom_django.engine.code import flow_for
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.outside import Appended, Landing, append_outside, load_existing
 from loom_django.errors import (
     ExecutionNotFoundError,
+    FlowCodeMismatchError,
     InvalidInputError,
     LoomError,
     OperatorDeniedError,
@@ -534,8 +536,9 @@ def read_output(loom: Host, execution_id: str, step_id: str, text: str) -> Any:
 
 def tool_of(loom: Host, fold: Fold, step_id: str) -> Tool[..., Any] | None:
     """The tool that a step of an execution calls, as far as it is declared here."""
-    flow = loom.engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
-    if flow is None:
+    try:
+        flow = flow_for(loom.engine, fold)
+    except FlowCodeMismatchError:
         return None
     frame = fold.frames.get(step_id)
     by_name = [tool for tool in flow.steps.values() if frame is not None and tool.name == frame.tool]

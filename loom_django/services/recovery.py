@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
+from loom_django.engine.code import flow_for
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_doubt
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
-from loom_django.engine.run import REFUSED_DELAY, mismatch, run_execution
+from loom_django.engine.run import REFUSED_DELAY, run_execution
 from loom_django.errors import InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.state import ON_POISONED, Wait
@@ -178,8 +179,7 @@ class _Pass:
 
     def _check_code(self, journal: Journal) -> None:
         fold = journal.fold
-        if self.engine.version_of(fold.flow_id, fold.version, fold.flow_hash) is None:
-            raise mismatch(self.engine, fold)
+        flow_for(self.engine, fold)
         if fold.unknown_kinds:
             raise InvalidInputError(f"its log holds kinds that this node does not know: {fold.unknown_kinds}")
 
@@ -199,9 +199,7 @@ class _Pass:
         return True
 
     def _max_recoveries(self, journal: Journal) -> int:
-        fold = journal.fold
-        flow = self.engine.version_of(fold.flow_id, fold.version, fold.flow_hash)
-        own = flow.max_recoveries if flow is not None else None
+        own = flow_for(self.engine, journal.fold).max_recoveries
         return own if own is not None else self.engine.settings().MAX_RECOVERIES
 
     def _hand_over(self, execution_id: str, token: int, journal: Journal) -> None:

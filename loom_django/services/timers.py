@@ -12,9 +12,13 @@ from typing import Final
 
 from loom_django.engine import answers
 from loom_django.engine.core import Engine
-from loom_django.engine.journal import LOST
 from loom_django.engine.outside import Appended
-from loom_django.errors import FlowCodeMismatchError, RedriveExhaustedError, StoreUnavailableError
+from loom_django.errors import (
+    FlowCodeMismatchError,
+    RedriveExhaustedError,
+    ResumeContendedError,
+    StoreUnavailableError,
+)
 from loom_django.kernel.backoff import redrive_delay
 from loom_django.services.dispatch import Dispatcher, Ticket, hand_on
 from loom_django.stores.base import Due, TimerRow
@@ -63,7 +67,7 @@ class TimerService:
             raise
         except FlowCodeMismatchError as exc:
             self._put_off(row, PUT_OFF, exc)
-        except LOST as exc:
+        except ResumeContendedError as exc:
             self._contended(row, exc)
         except Exception as exc:
             if self.engine.store.is_connection_lost(exc):

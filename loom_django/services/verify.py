@@ -14,6 +14,7 @@ from loom_django.kernel.fold import fold
 from loom_django.kernel.projection import Projection, project
 from loom_django.kernel.state import ExecutionState
 from loom_django.models import Execution
+from loom_django.stores.base import TimerRow
 
 _TIMES = ("created_at", "updated_at", "finished_at")
 
@@ -41,7 +42,7 @@ def verify(
             yield Problem(row.pk, f"its log cannot be folded: {exc}")
             continue
         yield from _row(row, state, alias, repair)
-        yield from _waits(engine, state)
+        yield from _waits(engine, state, repair)
 
 
 def _row(row: Any, state: ExecutionState, alias: str, repair: bool) -> Iterator[Problem]:
@@ -66,7 +67,7 @@ def _instant(micros: int) -> datetime | None:
     return from_micros(micros) if micros else None
 
 
-def _waits(engine: Engine, state: ExecutionState) -> Iterator[Problem]:
+def _waits(engine: Engine, state: ExecutionState, repair: bool) -> Iterator[Problem]:
     """Every wait of a park that time can end has the row that will end it."""
     owed = {wait.wake_at for wait in state.pending_waits if wait.wake_at is not None}
     if not owed:
@@ -74,6 +75,7 @@ def _waits(engine: Engine, state: ExecutionState) -> Iterator[Problem]:
     there = {row.wake_at for row in engine.store.timers(state.execution_id)}
     for wake_at in sorted(owed):
         if from_micros(wake_at) not in there:
-            yield Problem(
-                state.execution_id, f"no timer row for its wake at {from_micros(wake_at).isoformat()}"
-            )
+            what = f"no timer row for its wake at {from_micros(wake_at).isoformat()}"
+            yield Problem(state.execution_id, what, repairable=True)
+            if repair:
+                engine.store.schedule(TimerRow(state.execution_id, from_micros(wake_at)))

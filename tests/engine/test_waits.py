@@ -484,3 +484,21 @@ def test_unknown_ids_are_told(world: World) -> None:
             call()
     with pytest.raises(InvalidInputError):
         loom.resolve("none", "x", "nonsense")  # type: ignore[arg-type]
+
+
+def test_what_became_of_a_doubt_can_be_noted_after_the_end(world: World) -> None:
+    """A step that was in doubt when its execution was cancelled leaves the queue by an outcome."""
+    handle = doubt_flow("w.outcome").start()
+    with pytest.raises(InvalidInputError):
+        world.loom.record_outcome(handle.id, "paid", step_id="wire")
+    world.loom.cancel(handle.id)
+    with pytest.raises(VerdictRefusedError):
+        world.loom.resolve(handle.id, "wire", "retry-fresh")
+    assert [frame.step_id for frame in world.state(handle).in_doubt] == ["wire"]
+    world.loom.record_outcome(handle.id, "paid", {"tx": 7}, step_id="wire", principal="anna")
+    assert world.state(handle).in_doubt == ()
+    with pytest.raises(VerdictRefusedError):
+        world.loom.record_outcome(handle.id, "paid", step_id="wire")
+    world.loom.record_outcome(handle.id, "a note")
+    assert world.kinds(handle.id).count("OUTCOME_RECORDED") == 2
+    assert world.state(handle).status == Status.CANCELLED

@@ -30,7 +30,6 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--queues", help="Serve only these queues (names with commas between).")
         parser.add_argument(
             "--concurrency", type=positive_int, help="Bodies at a time (default: LOOM['CONCURRENCY'])."
         )
@@ -74,11 +73,9 @@ class Command(BaseCommand):
         self._end(worker, drained=drained, fine=fine)
 
     def _worker(self, options: dict[str, Any]) -> WorkerService:
-        queues = [name.strip() for name in (options["queues"] or "").split(",") if name.strip()]
         return WorkerService(
             loom.engine,
             concurrency=options["concurrency"] or conf.get_settings().CONCURRENCY,
-            queues=queues or None,
             max_executions=options["max_executions"],
         )
 
