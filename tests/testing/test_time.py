@@ -13,8 +13,8 @@ from loom_django import FlowContext, flow, loom
 from loom_django.definitions import registry
 from loom_django.errors import InvalidInputError
 from loom_django.kernel.state import Status
-from loom_django.testing import Harness
-from tests.testing.flows import naps, one_step, parcels, repeatable, sleeps, with_deadline
+from loom_django.testing import Harness, override_loom
+from tests.testing.flows import naps, once, one_step, parcels, repeatable, sleeps, with_deadline
 
 pytestmark = pytest.mark.django_db
 
@@ -49,6 +49,30 @@ def test_each_body_wakes_at_its_own_time(loom_harness: Harness) -> None:
     began = loom_harness.now
     loom_harness.advance(36 * HOUR)
     assert handle.result() == [(began + hours * HOUR).isoformat() for hours in (1, 6, 36)]
+
+
+def test_timers_a_moment_apart(loom_harness: Harness) -> None:
+    """However quick the clock of the database is, each fires by itself at its own time."""
+    first = sleeps.start("first", [1])
+    began = loom_harness.now
+    loom_harness.advance(timedelta(microseconds=1))
+    second = sleeps.start("second", [1])
+    loom_harness.advance(2 * HOUR)
+    assert first.result() == [(began + HOUR).isoformat()]
+    assert second.result() == [(began + HOUR + timedelta(microseconds=1)).isoformat()]
+
+
+@override_loom(LEASE_TTL=7200)
+def test_a_timer_that_fell_due_during_a_recovery(loom_harness: Harness) -> None:
+    """It fires late, at the time it is then: the clock never goes back."""
+    handle = sleeps.start("x", [1])
+    one_step.start("once")
+    loom_harness.crash(once, "before-start")
+    loom_harness.run()
+    loom_harness.run()
+    later = loom_harness.now
+    loom_harness.advance(timedelta())
+    assert handle.result() == [later.isoformat()]
 
 
 def test_a_moment_too_early(loom_harness: Harness) -> None:
