@@ -115,11 +115,15 @@ class Provider(ThreadingHTTPServer):
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="provider")
     parser.add_argument("--ledger", type=Path, required=True)
-    parser.add_argument("--port", type=int, default=0, help="0: any free one")
+    parser.add_argument("--port", type=int, default=0, help="another one is taken if it is not free")
     parser.add_argument("--ready-file", type=Path, help="where to write the address, once it listens")
     parser.add_argument("--hold-transfers", type=int, default=0, help="keep the first N callers waiting")
     given = parser.parse_args(arguments)
-    provider = Provider(given.port, Ledger(given.ledger), given.hold_transfers)
+    book = Ledger(given.ledger)
+    try:
+        provider = Provider(given.port, book, given.hold_transfers)
+    except OSError:
+        provider = Provider(0, book, given.hold_transfers)
     address = f"http://127.0.0.1:{provider.server_port}"
     if given.ready_file:
         given.ready_file.write_text(address)

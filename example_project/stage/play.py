@@ -16,6 +16,7 @@ from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
 from django.db import connection
 from django.urls import reverse
+from django.utils import timezone
 
 from example_project.provider import client, ledger, server
 from example_project.provider.ledger import Request
@@ -31,7 +32,11 @@ OPERATOR = "olga"
 PERMISSIONS = ("view_execution", "resolve_step")
 LEASE = {"LOOM_LEASE_TTL": "2", "LOOM_LEASE_RENEW_INTERVAL": "0.5"}
 NAP = timedelta(seconds=2)
+OVERSLEEP = timedelta(seconds=0.5)
 WIDTH = 100
+
+# The words of the admin's link to the form.
+VERDICT = "Give a verdict"
 
 SABOTAGES = ("transfer-twice", "charge-twice", "row-twice")
 
@@ -69,7 +74,7 @@ class Play:
     def tell(self, text: str) -> None:
         self._say(textwrap.fill(text, WIDTH, initial_indent="   ", subsequent_indent="   "))
 
-    def table(self, heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    def table(self, heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
         widths = [max(len(cell) for cell in column) for column in zip(heads, *rows, strict=True)]
         rule = tuple("-" * width for width in widths)
         for row in (heads, rule, *rows):
@@ -216,7 +221,7 @@ class Play:
         queue = browser.open(reverse("admin:loom_in_doubt"))
         row = queue.row(self.execution_id)
         self.tell(f"{OPERATOR} logs in to the admin and opens the queue of doubts. It says:")
-        self.quote(row)
+        self.quote({head: cell.replace(VERDICT, "") for head, cell in row.items()})
         request = self._transfer()
         if request is None:
             raise StageError("the transfer is gone from the provider's ledger")
@@ -238,7 +243,7 @@ class Play:
 
     def _post_verdict(self, browser: Browser, queue: Page, transfer_id: str) -> None:
         """Form, preview, confirmation: what a person does with three clicks."""
-        page = browser.open(queue.link(f"/{self.execution_id}/", "Give a verdict"))
+        page = browser.open(queue.link(f"/{self.execution_id}/", VERDICT))
         answers = {
             "resolution": "completed-with-result",
             "output": json.dumps(transfer_id),
@@ -266,19 +271,25 @@ class Play:
             "and writes the shop's books, in the same transaction as the note that it is done."
         )
         self._disturb()
-        asleep = self.patience.wait_for("the flow to sleep", self._asleep)
+        self.sleep_until = self.patience.wait_for("the flow to sleep", lambda: _wake_time(self.execution_id))
+        asleep = self._execution()
         self.held_while_asleep = bool(asleep.lease_owner or asleep.lease_token)
-        self.sleep_until = _wake_time(self.execution_id)
         self.tell(
             f"Then it sleeps for {NAP.seconds} seconds, until the return period is over (two weeks in real life). The "
-            "sleep is a row in the database; no process holds it. Nobody would wake it now: the worker was told to "
-            "leave timers alone. So a process of another kind is started: manage.py run_loom_timers."
+            "sleep is a row in the database; no process holds it."
+        )
+        overdue = self.sleep_until + OVERSLEEP
+        self.patience.wait_for("the sleep to be over", lambda: timezone.now() > overdue)
+        self.still_asleep = _wake_time(self.execution_id) is not None
+        self.tell(
+            "Its time is over, and it sleeps on: a worker wakes what is due, but this one was started with "
+            "--no-timers, so that you see who does it. Now the timer loop is started: manage.py run_loom_timers."
         )
         timers = self.troupe.manage("timer loop", "run_loom_timers", "--interval", "0.1")
         self.patience.wait_for("the flow to end", lambda: self._execution().is_finished)
         self._reload()
         self.tell(
-            f"The timer loop (process {timers.pid}) woke it when it was due, worker 2 ran the last step, and the flow "
+            f"The timer loop (process {timers.pid}) woke it, worker 2 ran the last step, and the flow "
             f"came to its end: {self._execution().get_status_display().lower()}. The order is "
             f"{self.order.get_state_display()}."
         )
@@ -286,10 +297,6 @@ class Play:
     def _reload(self) -> Order:
         self.order.refresh_from_db()
         return self.order
-
-    def _asleep(self) -> Execution | None:
-        execution = self._execution()
-        return execution if _wake_time(self.execution_id) or execution.is_finished else None
 
     # Judging.
 
@@ -332,6 +339,7 @@ class Play:
             order_transfer=self.order.transfer_id,
             bookings=Booking.objects.filter(order=self.order).count(),
             held_while_asleep=self.held_while_asleep,
+            still_asleep=self.still_asleep,
             sleep_until=self.sleep_until,
             woken_at=fired.recorded_at if fired else None,
             verify_exit=verify_exit,

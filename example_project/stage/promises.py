@@ -40,6 +40,7 @@ class Evidence:
     order_transfer: str
     bookings: int
     held_while_asleep: bool
+    still_asleep: bool  # when its time was over and no timer loop was there
     sleep_until: datetime | None
     woken_at: datetime | None
     verify_exit: int
@@ -135,6 +136,8 @@ def _rows(seen: Evidence) -> str:
 def _sleep(seen: Evidence) -> str:
     if seen.held_while_asleep:
         return "a process held the execution while it slept"
+    if not seen.still_asleep:
+        return "something else than the timer loop woke it"
     fired = seen.count("TIMER_FIRED")
     if fired != 1:
         return f"the log has {fired} TIMER_FIRED"
@@ -171,7 +174,7 @@ PROMISES: Sequence[tuple[str, Callable[[Evidence], str]]] = (
     ("One verdict settled it, and the log says whose", _verdict),
     ("The flow went on with the transfer id that the bank really gave", _result),
     ("The order is paid, and the shop's books have exactly one line for it", _rows),
-    ("No process waited during the sleep, and it was woken once, not early", _sleep),
+    ("No process waited during the sleep; the timer loop ended it, once and not early", _sleep),
     ("No step of the flow was done twice", _steps_once),
     ("The flow came to its end once, and its log has no gap", _end),
     ("loom_verify finds the tables and the log in agreement", _verify),

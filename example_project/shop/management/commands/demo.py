@@ -21,7 +21,7 @@ FOLDER = "SHOP_DEMO_FOLDER"
 OPENING = """\
 This plays one order of a small shop, on real processes, from the click to the end. On the way a worker process is
 killed while it is sending money, in the one moment after which nobody can know whether the money went. You will see
-who notices, who decides, and that nothing happens twice. It takes about 20 seconds."""
+who notices, who decides, and that nothing happens twice. It takes about ten seconds."""
 
 CLOSING = """
 All promises were kept.
@@ -56,6 +56,9 @@ class Command(BaseCommand):
             raise CommandError(
                 f"The demo could not be played to its end: {exc}\nThe demo's files: {folder}"
             ) from exc
+        except KeyboardInterrupt:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise CommandError("Stopped. Nothing is left running.", returncode=130) from None
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

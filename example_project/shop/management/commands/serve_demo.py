@@ -24,6 +24,7 @@ from example_project.stage.seeds import seed
 from loom_django.models import Execution
 
 OPERATOR = "operator"
+PROVIDER_PORT = 8100  # what settings.py expects, so that a worker started by hand finds it
 LEASE = {"LOOM_LEASE_TTL": "6", "LOOM_LEASE_RENEW_INTERVAL": "1.5"}
 
 WELCOME = """
@@ -59,7 +60,7 @@ class Command(BaseCommand):
         call_command("migrate", verbosity=0)
         folder = Path(tempfile.mkdtemp(prefix="loom-serve-"))
         try:
-            with Troupe(folder, {**os.environ, **LEASE, "PYTHONUNBUFFERED": "1"}) as troupe:
+            with Troupe(folder, _environment()) as troupe:
                 self._serve(troupe, options["port"])
         except StageError as exc:
             raise CommandError(str(exc)) from exc
@@ -75,7 +76,7 @@ class Command(BaseCommand):
         provider, site = troupe.folder / "provider.address", troupe.folder / "web.address"
         troupe.start(
             "provider",
-            *("-m", "example_project.provider.server"),
+            *("-m", "example_project.provider.server", "--port", str(PROVIDER_PORT)),
             *("--ledger", str(ledger), "--ready-file", str(provider)),
         )
         address = patience.wait_for_file("the provider", provider)
@@ -95,12 +96,23 @@ class Command(BaseCommand):
                 password=_operator_password(),
                 ledger=ledger,
                 worker=worker.pid,
-                again=f"SHOP_PROVIDER_URL={address} {os.path.relpath(sys.executable)} manage.py run_loom_worker",
+                again=_worker_command(address),
             )
         )
         while True:
             troupe.check()
             time.sleep(0.5)
+
+
+def _worker_command(provider: str) -> str:
+    command = f"{os.path.relpath(sys.executable)} manage.py run_loom_worker"
+    return command if provider == settings.SHOP_PROVIDER_URL else f"SHOP_PROVIDER_URL={provider} {command}"
+
+
+def _environment() -> dict[str, str]:
+    """The settings of the processes. A key of its own: the one in settings.py is known to everybody."""
+    own = {"PYTHONUNBUFFERED": "1", "SECRET_KEY": secrets.token_urlsafe(32), **LEASE}
+    return {**own, **os.environ}
 
 
 def _operator_password() -> str:
