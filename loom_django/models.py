@@ -267,3 +267,22 @@ class Message(ReadOnlyModel):
 
     def __str__(self) -> str:
         return f"{self.execution_id} {self.name} {self.message_id}"
+
+
+class Node(ReadOnlyModel):
+    """A loop that said it was alive: a hint for whom to hand work to, and for whoever looks for one."""
+
+    written_by = "run_loom_worker and run_loom_timers"
+
+    name = models.CharField(_("name"), max_length=255, primary_key=True)
+    kind = models.CharField(_("kind"), max_length=32)
+    seen_at = models.DateTimeField(_("last seen"))
+
+    class Meta:
+        db_table = "loom_node"
+        verbose_name = _("node")
+        verbose_name_plural = _("nodes")
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"

@@ -8,6 +8,9 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
+from loom_django.runtime import loom
+from loom_django.services.loop import Beat
+
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
 
@@ -52,6 +55,14 @@ class _WithIds(logging.Formatter):
         text = super().format(record)
         ids = {name: getattr(record, name) for name in ("execution_id", "step_id") if hasattr(record, name)}
         return text + "".join(f" {name}={value}" for name, value in ids.items())
+
+
+def beat(kind: str) -> Beat:
+    """A service by which a loop of that kind says that it is alive."""
+    engine = loom.engine
+    return Beat(
+        lambda: engine.store.beat(engine.identity.name, kind), lambda: engine.settings().LEASE_RENEW_INTERVAL
+    )
 
 
 def add_format(parser: argparse.ArgumentParser, *choices: str) -> None:

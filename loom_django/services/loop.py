@@ -36,6 +36,30 @@ class Service(Protocol):
         """Do one bounded piece; True if there may be more at once."""
 
 
+class Beat:
+    """Says now and then that a loop is alive, so that others may leave work to it."""
+
+    name = "beat"
+
+    def __init__(
+        self,
+        say: Callable[[], None],
+        interval: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.say = say
+        self.interval = interval
+        self.clock = clock
+        self.next_at = float("-inf")
+
+    def tick(self) -> bool:
+        """Say so if it is time; never a reason for another turn."""
+        if self.clock() >= self.next_at:
+            self.say()
+            self.next_at = self.clock() + self.interval()
+        return False
+
+
 class Supervised:
     """A service with its back-off."""
 

@@ -39,8 +39,8 @@ from loom_django.kernel.fold import Fold
 from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import ON_ERROR, ON_POISONED, FrameStatus, Status, is_reserved
 from loom_django.services import recovery, typed_json
-from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket
-from loom_django.stores.base import Commit, Loaded, Ownership, Store
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket, WorkerDispatcher
+from loom_django.stores.base import READY, Commit, Loaded, Ownership, Store
 
 if typing.TYPE_CHECKING:
     from loom_django.engine.journal import Journal
@@ -333,14 +333,16 @@ def recover_execution(
     if store.held(execution_id) is None:
         detail = "Nobody holds it, so there is nobody to take it from."
         raise ResumeRefusedError(execution_id, _why_idle(fold), detail)
+    runs = hand_over(loom).runs
+    host: recovery.Host = loom if runs == "here" else _LeavingReady(loom.engine)
     if not dry_run:
         log.info("an operator acts", extra={**_about(operator, act, execution_id), "reason": reason})
         # A body must not run inside the caller's transaction.
-        store.on_commit(lambda: _recover_one(loom, execution_id))
-    return Done(act, execution_id, (), hand_over(loom).runs)
+        store.on_commit(lambda: _recover_one(host, execution_id))
+    return Done(act, execution_id, (), runs)
 
 
-def _recover_one(loom: Host, execution_id: str) -> None:
+def _recover_one(loom: recovery.Host, execution_id: str) -> None:
     recovery.recover_one(loom, execution_id)
 
 
@@ -399,10 +401,21 @@ class HandOver:
 def hand_over(loom: Host) -> HandOver:
     """Decide who goes on with an execution that an act makes runnable.
 
-    A worker, where workers run flows; else this process, after the commit. Whoever shows the result says which.
+    A worker or timer loop, if one was seen lately: the rest of a flow should not run inside an operator's
+    request. Else this process, after the commit. Whoever shows the result says which.
     """
-    here = isinstance(loom.dispatcher, InlineDispatcher)
-    return HandOver(loom.dispatcher.ticket(), "here" if here else "worker")
+    within = 2 * loom.engine.settings().LEASE_TTL
+    if isinstance(loom.dispatcher, InlineDispatcher) and not loom.engine.store.loop_seen(within=within):
+        return HandOver(loom.dispatcher.ticket(), "here")
+    return HandOver(Ticket(READY), "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class _LeavingReady:
+    """The runtime as a recovery pass sees it that runs no body itself."""
+
+    engine: Engine
+    dispatcher: Dispatcher = dataclasses.field(default_factory=WorkerDispatcher)
 
 
 def _perform(
@@ -425,7 +438,7 @@ def _perform(
     done = Done(act, execution_id, events, over.runs if goes_on else "nobody")
     if not dry_run:
         _announce(operator, act, execution_id, reason, done)
-        if goes_on:
+        if goes_on and over.runs == "here":
             _dispatch(loom, execution_id, over.ticket, appended)
     return done
 

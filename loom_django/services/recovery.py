@@ -251,3 +251,24 @@ class RecoveryService:
         pause = engine.settings().LEASE_TTL / 4 * (0.75 + engine.draw() / 2)
         self.next_at = 0.0 if more else self.clock() + pause
         return summary.recovered > 0
+
+
+# An execution that an admin act leaves ready is taken by an inline timer loop when it is this old, in seconds: a
+# caller that runs its own start after its commit comes first.
+LEFT_READY: Final = 1.0
+
+
+class ReadyService:
+    """Inside a timer loop of an inline project: runs what others have left ready."""
+
+    name = "ready"
+
+    def __init__(self, loom: Host, *, limit: int = 10) -> None:
+        self.loom = loom
+        self.limit = limit
+
+    def tick(self) -> bool:
+        """Run a few; True if any was run."""
+        run = _Pass(self.loom, fenced=True)
+        run.stale(self.loom.engine.store.stale_ready(grace=LEFT_READY, limit=self.limit))
+        return run.recovered > 0

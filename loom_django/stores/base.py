@@ -410,7 +410,17 @@ class InboxStore(Protocol):
         """The names under which untaken messages lie."""
 
 
-class Store(EventStore, TimerStore, LeaseStore, InboxStore, Protocol):
+class NodeStore(Protocol):
+    """Which loops are alive; a hint for whom to hand work to, never a reason to take work from anybody."""
+
+    def beat(self, name: str, kind: str) -> None:
+        """A loop of that kind says that it is alive; those that have not for a day are forgotten."""
+
+    def loop_seen(self, *, within: float) -> bool:
+        """True if any loop has said so within that many seconds, by the store's clock."""
+
+
+class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, Protocol):
     """All of it over one database, with the seams of that database's transactions."""
 
     def now(self) -> datetime:

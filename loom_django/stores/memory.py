@@ -98,6 +98,7 @@ class MemoryStore:
         self._rollback = False
         self._after: list[Callable[[], None]] = []
         self._tables = _Tables()
+        self._seen_at: datetime | None = None  # any loop, last
         self._numbers = itertools.count(1)
 
     # The log and its fences.
@@ -398,6 +399,13 @@ class MemoryStore:
                 if row.ready_at is not None and row.ready_at < before
             ]
             return sorted(stale, key=lambda lease: lease.until)[:limit]
+
+    def beat(self, name: str, kind: str) -> None:
+        with self._lock:
+            self._seen_at = self.now()
+
+    def loop_seen(self, *, within: float) -> bool:
+        return self._seen_at is not None and self._seen_at > self.now() - timedelta(seconds=within)
 
     def count_recovery(self, execution_id: str, *, sequence: int) -> int:
         with self._lock:

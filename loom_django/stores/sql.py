@@ -315,6 +315,27 @@ SHARED: Final = named(
         returning recoveries
         """,
     ),
+    Statement(
+        "beat",
+        "A loop is alive.",
+        """
+        insert into loom_node (name, kind, seen_at) values (%(name)s, %(kind)s, $now)
+        on conflict (name) do update set kind = excluded.kind, seen_at = excluded.seen_at
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "forget_nodes",
+        "Loops that ended long ago.",
+        "delete from loom_node where seen_at < $later(before)",
+        repeatable=True,
+    ),
+    Statement(
+        "loop_seen",
+        "Is there anybody to hand work to?",
+        "select 1 from loom_node where seen_at > $later(before) limit 1",
+        repeatable=True,
+    ),
     # Messages.
     Statement(
         "inbox",
@@ -616,6 +637,13 @@ class SqlStore(ABC):
     def _lease(self, row: Row) -> Lease:
         execution_id, owner, token, until, flow_id, version = row
         return Lease(execution_id, owner, token, self._instant(until), flow_id, version)
+
+    def beat(self, name: str, kind: str) -> None:
+        self._run("beat", {"name": name, "kind": kind})
+        self._run("forget_nodes", {"before": -86_400.0})
+
+    def loop_seen(self, *, within: float) -> bool:
+        return bool(self._run("loop_seen", {"before": -within}))
 
     # Messages.
 

@@ -8,10 +8,11 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from loom_django import conf
-from loom_django.management.options import log_to_console, positive_float, positive_int
+from loom_django.management.options import beat, log_to_console, positive_float, positive_int
 from loom_django.runtime import loom
 from loom_django.services.dispatch import InlineDispatcher
 from loom_django.services.loop import Loop, stop_on_signals
+from loom_django.services.recovery import ReadyService
 from loom_django.services.timers import BATCH, TimerService
 
 
@@ -34,8 +35,9 @@ class Command(BaseCommand):
         log_to_console(self, options["verbosity"])
         engine = loom.engine
         service = TimerService(engine, lambda: loom.dispatcher, limit=options["limit"])
+        inline = isinstance(loom.dispatcher, InlineDispatcher)
         loop = Loop(
-            [service],
+            [beat("timers"), service, *([ReadyService(loom)] if inline else [])],
             interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
             after_turn=engine.store.close_old_connections,
             draw=engine.draw,

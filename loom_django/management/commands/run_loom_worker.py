@@ -11,7 +11,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from loom_django import conf
-from loom_django.management.options import log_to_console, positive_float, positive_int
+from loom_django.management.options import beat, log_to_console, positive_float, positive_int
 from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.leases import LeaseKeeper
@@ -57,7 +57,7 @@ class Command(BaseCommand):
         loom.dispatcher = WorkerDispatcher()
         worker = self._worker(options)
         loop = Loop(
-            [worker, *self._others(options)],
+            [beat("worker"), worker, *self._others(options)],
             interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
             after_turn=lambda: self._after_turn(worker, loop),
             draw=loom.engine.draw,
