@@ -77,8 +77,8 @@ def fulfil(ctx: FlowContext, order_id: int, amount: Decimal, iban: str, return_p
     return f"paid by {transfer_id}"
 
 
-# Long work, so that the console has something to show that is running. After a crash it starts over.
-@tool
+# Long work, so that the console has something to show that is running. Counting twice harms nobody.
+@tool(idempotent=True)
 def count_shelf(ctx: StepContext, product_id: int, seconds: float) -> int:
     product = Product.objects.get(pk=product_id)
     time.sleep(seconds)
