@@ -42,7 +42,7 @@ def test_an_act_is_in_the_log_and_in_the_admins_history(console, atomic_requests
     assert "seen at the bank" in history
 
 
-def test_a_body_runs_outside_of_the_requests_transaction(console, atomic_requests):
+def test_a_body_runs_outside_of_the_requests_transaction(console, atomic_requests, monkeypatch):
     """Its steps are durable one by one, and its failure does not undo the act."""
     seen = []
     sequence = in_doubt("x")
@@ -52,13 +52,9 @@ def test_a_body_runs_outside_of_the_requests_transaction(console, atomic_request
         seen.append(connection.in_atomic_block)
         original(execution_id, ticket, journal)
 
-    loom.dispatcher.dispatch = spy
-    try:
-        assert (
-            console.post(url("execution_verdict", "x"), verdict(sequence, "retry-fresh")).status_code == 302
-        )
-    finally:
-        del loom.dispatcher.dispatch
+    monkeypatch.setattr(loom.dispatcher, "dispatch", spy)
+    answer = console.post(url("execution_verdict", "x"), verdict(sequence, "retry-fresh"))
+    assert answer.status_code == 302
     assert seen == [False]
     assert question("x") > sequence
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loom_django.admin import show, timeline
@@ -14,7 +16,10 @@ from tests.admin.conftest import in_doubt, url, verdict
 SECOND = 1_000_000
 
 
-def log_of(*facts: tuple[str, dict]) -> list[Event]:
+Fact = tuple[str, dict[str, Any]]
+
+
+def log_of(*facts: Fact) -> list[Event]:
     """Events from (kind, fields); a fact's time is in seconds."""
     return [
         Event("x", place + 1, str(kind), pack({**fields, "at": round(fields["at"] * SECOND)}))
@@ -22,10 +27,10 @@ def log_of(*facts: tuple[str, dict]) -> list[Event]:
     ]
 
 
-STARTED = (Kind.EXECUTION_STARTED, {"flow": "f", "version": 1, "at": 100})
+STARTED: Fact = (Kind.EXECUTION_STARTED, {"flow": "f", "version": 1, "at": 100})
 
 
-def step(at: float, name: str = "a") -> tuple[str, dict]:
+def step(at: float, name: str = "a") -> Fact:
     return Kind.STEP_STARTED, {"step": name, "tool": name, "at": at}
 
 

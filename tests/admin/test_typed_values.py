@@ -114,8 +114,9 @@ def test_a_failure_carries_the_operators_words(console):
     """The flow sees a failed step with this message."""
     sequence = in_doubt("x")
     console.post(url("execution_verdict", "x"), verdict(sequence, "fail", error="account closed"))
-    state = loom.state("x")
-    assert (state.error["type"], state.error["message"]) == ("OperatorVerdict", "account closed")
+    error = loom.state("x").error
+    assert error
+    assert (error["type"], error["message"]) == ("OperatorVerdict", "account closed")
 
 
 def test_a_fresh_retry_is_previewed_with_its_new_key(console):

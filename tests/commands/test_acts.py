@@ -58,6 +58,7 @@ def test_a_verdict_may_be_a_failure():
     run("loom_resolve", "order-1", "transfer", "--fail", "account closed", "--reason", "the bank said so")
     state = loom.state("order-1")
     assert state.status == Status.FAILED
+    assert state.error
     assert state.error["message"] == "account closed"
 
 

@@ -1,0 +1,372 @@
+"""Each system check says what is wrong and what to type."""
+
+from __future__ import annotations
+
+import enum
+import io
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from typing import IO, Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.core import checks
+from django.core.management import call_command
+from django.core.management.base import SystemCheckError
+from django.db.models import QuerySet
+from django.http import HttpRequest
+
+from loom_django import FlowContext, RetryPolicy, StepContext, flow, register_type, tool
+from loom_django.definitions import registry
+from loom_django.kernel import codec
+from tests.shop.models import Ledger, Order
+
+pytestmark = pytest.mark.once
+
+
+def found(*, deploy: bool = False) -> dict[str, checks.CheckMessage]:
+    """What loom's checks say, by id."""
+    return {
+        str(message.id): message
+        for message in checks.run_checks(tags=["loom"], include_deployment_checks=deploy)
+    }
+
+
+@pytest.fixture(autouse=True)
+def only_own_flows(monkeypatch):
+    """A registry with nothing but what a test declares."""
+    monkeypatch.setattr(registry, "_flows", {})
+
+
+@pytest.fixture(autouse=True)
+def only_own_types(monkeypatch):
+    """No types but those that a test registers."""
+    monkeypatch.setattr(codec, "_by_class", {})
+    monkeypatch.setattr(codec, "_by_name", {})
+
+
+def test_the_tests_settings_are_fine():
+    """Nothing to say about a project that is set up as it should be."""
+    assert found() == {}
+
+
+def test_the_checks_are_bound(settings):
+    """manage.py check runs them, and fails on an error."""
+    settings.LOOM = {"DATABSE": "default"}
+    with pytest.raises(SystemCheckError, match=r"loom\.E002"):
+        call_command("check", "--tag", "loom", stderr=io.StringIO())
+
+
+# Settings.
+
+
+@pytest.mark.parametrize("value", [None, [], "default", 1])
+def test_e001_the_setting_is_a_dict(settings, value):
+    """Anything else is refused once, and nothing else is said about it."""
+    settings.LOOM = value
+    assert set(found(deploy=True)) == {"loom.E001"}
+
+
+def test_e002_an_unknown_key_is_named_with_the_key_that_is_meant(settings):
+    """A slip of the pen is told from a key of nothing."""
+    settings.LOOM = {"LEASE_TLT": 60}
+    assert 'Did you mean "LEASE_TTL"?' in str(found()["loom.E002"].hint)
+    settings.LOOM = {"COLOUR": "red"}
+    assert "The keys are DATABASE" in str(found()["loom.E002"].hint)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("LEASE_TTL", "60"),
+        ("LEASE_TTL", -1),
+        ("LEASE_TTL", 0),
+        ("LEASE_TTL", float("nan")),
+        ("LEASE_TTL", True),
+        ("MAX_PAYLOAD_BYTES", 1.5),
+        ("MAX_PAYLOAD_BYTES", True),
+        ("DISPATCHER", "celery"),
+        ("DATABASE", ""),
+        ("DATABASE", 1),
+        ("REDACT", len),
+    ],
+)
+def test_e003_a_value_of_the_wrong_kind_is_named(settings, key, value):
+    """With the default that leaving it out would give."""
+    settings.LOOM = {key: value}
+    message = found()["loom.E003"]
+    assert f"LOOM[{key!r}]" in message.msg
+    assert "default" in str(message.hint)
+
+
+def test_e007_a_lease_outlives_a_late_renewal(settings):
+    """Three renewals fit into a lease, whatever the defaults make of a half-set pair."""
+    settings.LOOM = {"LEASE_TTL": 60, "LEASE_RENEW_INTERVAL": 20.1}
+    assert set(found()) == {"loom.E007"}
+    settings.LOOM = {"LEASE_TTL": 30}
+    assert set(found()) == {"loom.E007"}
+    settings.LOOM = {"LEASE_TTL": 60, "LEASE_RENEW_INTERVAL": 20}
+    assert found() == {}
+
+
+def test_e008_times_have_zones(settings):
+    """A wake time without a zone is ambiguous twice a year."""
+    settings.USE_TZ = False
+    assert set(found()) == {"loom.E008"}
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("shop.redact.hide", "cannot be imported"),
+        ("nodots", "cannot be imported"),
+        ("django.VERSION", "not callable"),
+    ],
+)
+def test_e010_the_redaction_hook_can_be_called(settings, path, says):
+    """A hook that is not there would be found when an operator opens a page."""
+    settings.LOOM = {"REDACT": path}
+    assert says in found()["loom.E010"].msg
+    settings.LOOM = {"REDACT": "builtins.max"}
+    assert found() == {}
+
+
+# The database.
+
+
+def test_e004_the_alias_exists(settings):
+    """The hint lists those that do."""
+    settings.LOOM = {"DATABASE": "log"}
+    message = found()["loom.E004"]
+    assert str(message.hint) == "The aliases are default."
+
+
+class ElsewhereRouter:
+    def db_for_read(self, model: Any, **hints: Any) -> str | None:
+        return "elsewhere" if model._meta.app_label == "loom" else None
+
+    db_for_write = db_for_read
+
+    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
+        return db == "elsewhere" if app_label == "loom" else None
+
+
+class LedgerElsewhere:
+    def db_for_write(self, model: Any, **hints: Any) -> str | None:
+        return "elsewhere" if model is Ledger else None
+
+
+def test_e005_the_routers_agree(settings):
+    """Each answer that differs is named."""
+    settings.DATABASE_ROUTERS = ["tests.test_checks.ElsewhereRouter"]
+    message = found()["loom.E005"]
+    for name in ("db_for_read", "db_for_write", "allow_migrate"):
+        assert name in message.msg
+
+
+@pytest.mark.parametrize(
+    ("vendor", "engine", "hint"),
+    [("mysql", "django.db.backends.mysql", "Name an alias"), ("oracle", "x", "Name an alias")],
+)
+def test_e006_the_engine_is_known(monkeypatch, vendor, engine, hint):
+    """Other databases have other locks."""
+    from django.db import connections
+
+    connection = connections["default"]
+    monkeypatch.setattr(connection, "vendor", vendor)
+    monkeypatch.setitem(connection.settings_dict, "ENGINE", engine)
+    message = found()["loom.E006"]
+    assert engine in message.msg
+    assert hint in str(message.hint)
+
+
+def test_e006_postgresql_is_spoken_to_by_psycopg_3(monkeypatch):
+    """The older driver knows neither prepared statements nor what loom binds."""
+    from django.db import connections
+
+    monkeypatch.setattr(connections["default"], "vendor", "postgresql")
+    monkeypatch.setattr("loom_django.checks._has_psycopg3", lambda: False)
+    assert "pip install" in str(found()["loom.E006"].hint)
+    monkeypatch.setattr("loom_django.checks._has_psycopg3", lambda: True)
+    assert found() == {}
+
+
+def test_w045_sqlite_is_a_file(monkeypatch):
+    """A second connection meets another database."""
+    from django.db import connections
+
+    connection = connections["default"]
+    monkeypatch.setattr(connection, "vendor", "sqlite")
+    monkeypatch.setattr(connection, "is_in_memory_db", lambda: True, raising=False)
+    assert set(found()) == {"loom.W045"}
+
+
+# Flows and tools.
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Money:
+    amount: Decimal
+
+
+def declare(annotation: Any, *, on: str = "parameter") -> None:
+    """A flow with a tool that takes or gives such a value."""
+
+    def takes(ctx: StepContext, value: Any) -> None: ...
+
+    def gives(ctx: StepContext) -> Any: ...
+
+    func = takes if on == "parameter" else gives
+    func.__annotations__["value" if on == "parameter" else "return"] = annotation
+    made = tool(idempotent=True)(func)
+
+    @flow("f", steps=[made])
+    def body(ctx: FlowContext) -> None: ...
+
+
+@pytest.mark.parametrize("on", ["parameter", "result"])
+@pytest.mark.parametrize(
+    ("annotation", "hint"),
+    [
+        (Order, "pk"),
+        (User, "pk"),
+        (list[Order], "pk"),
+        (dict[str, tuple[int, Order]], "pk"),
+        (Order | None, "pk"),
+        (QuerySet, "values_list"),
+        (HttpRequest, "request"),
+        (IO[str], "plain data"),
+        (io.BytesIO, "Store the file"),
+        (Iterator[int], "list"),
+        (Generator[int, None, None], "list"),
+        (Colour, "register_type"),
+        (Money, "register_type"),
+    ],
+)
+def test_e020_what_cannot_be_recorded_is_found_before_it_happens(annotation, hint, on):
+    """A tool that returns it would have had its effect already."""
+    declare(annotation, on=on)
+    message = found()["loom.E020"]
+    assert f"The {'result' if on == 'result' else 'parameter value'} of tool" in message.msg
+    assert hint in str(message.hint)
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        int,
+        str,
+        Decimal,
+        datetime,
+        list[int],
+        dict[str, Any],
+        Any,
+        int | None,
+        "NotHere",
+        object,
+        tuple[int, ...],
+    ],
+)
+def test_e020_spares_what_can_be_recorded_or_not_be_judged(annotation):
+    """Also annotations that exist for a type checker only."""
+    declare(annotation)
+    assert found() == {}
+
+
+def test_e020_spares_registered_classes():
+    """Once they are registered."""
+    register_type(Colour, name="tests.Colour")
+    register_type(Money, name="tests.Money")
+    declare(list[Colour])
+    declare(Money)
+    assert found() == {}
+
+
+def test_e020_looks_at_flows_too():
+    """Their parameters and results."""
+
+    @flow("f")
+    def body(ctx: FlowContext, order: Order) -> Order:
+        return order
+
+    messages = [message.msg for message in checks.run_checks(tags=["loom"]) if message.id == "loom.E020"]
+    assert len(messages) == 2
+    assert all('flow "f" version 1' in text for text in messages)
+
+
+def declare_tool(**options: Any) -> None:
+    @tool(**options)
+    def work(ctx: StepContext) -> None: ...
+
+    @flow("f", steps=[work])
+    def body(ctx: FlowContext) -> None: ...
+
+
+def test_w010_a_dangerous_tool_says_what_leaves_it_in_doubt():
+    """A lost connection would be taken for a failure that is known."""
+    declare_tool(idempotent=False)
+    assert "in_doubt_on=" in str(found()["loom.W010"].hint)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"idempotent": False, "in_doubt_on": Exception}, {"idempotent": True, "retry": RetryPolicy()}],
+)
+def test_w010_spares_who_says_so(options):
+    """Named exceptions, or a tool that may run twice."""
+    declare_tool(**options)
+    assert found() == {}
+
+
+def test_w011_a_transactional_tool_stays_on_its_database(settings):
+    """What it writes elsewhere does not commit together with its step."""
+    settings.DATABASE_ROUTERS = ["tests.test_checks.LedgerElsewhere"]
+
+    @tool(transactional=True)
+    def book(ctx: StepContext) -> None:
+        Order.objects.create(customer="c", amount=1)
+        Ledger.objects.create(key="k", step="s")
+
+    @flow("f", steps=[book])
+    def body(ctx: FlowContext) -> None: ...
+
+    message = found()["loom.W011"]
+    assert "shop.Ledger" in message.msg
+    assert "shop.Order" not in message.msg
+    settings.DATABASE_ROUTERS = []
+    assert found() == {}
+
+
+def test_w012_an_undeclared_tool_is_named_at_deploy_time():
+    """Advice, not noise while developing."""
+    declare_tool()
+    assert found() == {}
+    assert "idempotent=True" in str(found(deploy=True)["loom.W012"].hint)
+
+
+@pytest.mark.parametrize("options", [{"idempotent": True}, {"transactional": True}])
+def test_w012_spares_declared_tools(options):
+    """Both say what happens after a crash."""
+    declare_tool(**options)
+    assert "loom.W012" not in found(deploy=True)
+
+
+def test_w013_a_registered_type_has_a_name_of_its_own():
+    """The hint keeps today's name, under which values are recorded already."""
+    register_type(Colour)
+    assert 'name="tests.test_checks.Colour"' in str(found()["loom.W013"].hint)
+
+
+def test_w040_inline_is_not_for_production(settings):
+    """Said at deploy time only, and not to who uses workers."""
+    settings.LOOM = {}
+    assert "loom.W040" not in found()
+    assert "run_loom_worker" in str(found(deploy=True)["loom.W040"].hint)
+    settings.LOOM = {"DISPATCHER": "worker"}
+    assert "loom.W040" not in found(deploy=True)
