@@ -68,10 +68,22 @@ def _prepare(job: dict[str, Any]) -> None:
     for point, step, times, act in job.get("points", ()):
         stage.arm(point, step, times=times, act=act)
     loom.engine.crash_point = stage.engine_reached
+    _watch_appends(loom.store, stage)
     if job.get("statement"):
         stage.watch_statements(*job["statement"])
     if job.get("shift"):
         loom.store.shift_clock(timedelta(seconds=job["shift"]))
+
+
+def _watch_appends(store: Any, stage: Any) -> None:
+    """Before each append the point "append" is reached, by the kind of its last event."""
+    append = store.append
+
+    def watched(commit: Any) -> None:
+        stage.reached("append", str(commit.events[-1].kind))
+        append(commit)
+
+    store.append = watched
 
 
 def serve() -> None:

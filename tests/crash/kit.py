@@ -269,8 +269,16 @@ def rows_of(execution_id: str) -> int:
 Standing = Literal["absent", "finished", "parked", "ready", "held"]
 
 
+def finished(execution_id: str) -> bool:
+    """True once it has ended; asked in one statement, so that others may be writing."""
+    return loom.store.status(execution_id) in TERMINAL_STATUSES
+
+
 def standing(execution_id: str) -> Standing:
-    """Which one of the four an execution is; fails if it is none, or more than one, or owes a timer."""
+    """Which one of the four an execution is; fails if it is none, or more than one, or owes a timer.
+
+    Several reads: not while somebody is writing.
+    """
     events = history(execution_id)
     row = Execution.objects.filter(pk=execution_id).first()
     if row is None:

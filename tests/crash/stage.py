@@ -6,7 +6,6 @@ acted; and every statement that goes to the database, whoever sends it.
 
 from __future__ import annotations
 
-import os
 import signal
 import sqlite3
 import threading
@@ -22,14 +21,17 @@ PATIENCE = 60.0
 
 
 def die() -> NoReturn:
-    """End as a power cut would: no handler runs, nothing is flushed."""
-    os.kill(os.getpid(), signal.SIGKILL)
+    """End as a power cut would: no handler runs, nothing is flushed.
+
+    Sent to the calling thread, which so does nothing more: one sent to the process is taken by any thread.
+    """
+    signal.pthread_kill(threading.get_ident(), signal.SIGKILL)
     raise AssertionError("SIGKILL does not return")
 
 
 def freeze() -> None:
-    """Stop the whole process until somebody sends SIGCONT."""
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop the whole process, this thread at once, until somebody sends SIGCONT."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 ACTS: dict[str, Callable[[], None]] = {"die": die, "freeze": freeze}

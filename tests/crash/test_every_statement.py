@@ -37,7 +37,7 @@ def started(flow: str) -> Prepare:
 
 
 def ready(flow: str) -> Prepare:
-    return lambda lab, ids: lab.run("start", flow, *ids)  # type: ignore[return-value]
+    return lambda lab, ids: lab.run("start", flow, *ids)
 
 
 def in_doubt(lab: Lab, ids: list[str]) -> None:
