@@ -98,8 +98,9 @@ def recover_abandoned(
 
 
 class _Pass:
-    def __init__(self, loom: Host, fenced: bool) -> None:
+    def __init__(self, loom: Host, fenced: bool, *, counted: bool = True) -> None:
         self.loom = loom
+        self.counted = counted
         self.engine = loom.engine
         self.fenced = fenced
         self.scanned = self.candidates = self.recovered = 0
@@ -185,7 +186,10 @@ class _Pass:
 
     def _parked(self, journal: Journal, loaded: Loaded) -> bool:
         """Park what a person must look at; False if a body may go on."""
-        count = self.engine.store.count_recovery(journal.execution_id, sequence=progress(loaded.events))
+        sequence = progress(loaded.events)
+        count = (
+            self.engine.store.count_recovery(journal.execution_id, sequence=sequence) if self.counted else 0
+        )
         doubts = open_doubts(journal.fold)
         if doubts:
             record_park_in_doubt(journal, doubts, LOST_IN_DOUBT)
@@ -224,6 +228,18 @@ def recover_one(loom: Host, execution_id: str) -> Summary:
     found = [] if lease is None else [lease]
     run = _Pass(loom, fenced=True)
     run.all(found, None, forced=True)
+    return run.summary()
+
+
+def hand_back(loom: Host, execution_ids: Iterable[str]) -> Summary:
+    """Give up executions that this process holds and will not finish, as a recovery pass would take them.
+
+    What must not run twice is put in doubt, the rest is ready for others at once. It counts as no recovery: a
+    process that is told to end has not been killed by what it runs.
+    """
+    held = (loom.engine.store.held(execution_id) for execution_id in execution_ids)
+    run = _Pass(loom, fenced=True, counted=False)
+    run.all([lease for lease in held if lease is not None], None, forced=True)
     return run.summary()
 
 

@@ -49,7 +49,7 @@ class WorkerService:
         self.on_free = on_free
         self.draining = threading.Event()
         self.claimed = 0
-        self._running = 0
+        self._held: set[str] = set()
         self._condition = threading.Condition()
         self._claims: queue.SimpleQueue[Claimed | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -58,7 +58,13 @@ class WorkerService:
     def running(self) -> int:
         """How many bodies are running now."""
         with self._condition:
-            return self._running
+            return len(self._held)
+
+    @property
+    def held(self) -> set[str]:
+        """The ids of the executions whose bodies are running now."""
+        with self._condition:
+            return set(self._held)
 
     @property
     def exhausted(self) -> bool:
@@ -92,9 +98,9 @@ class WorkerService:
 
     def _submit(self, claim: Claimed) -> None:
         with self._condition:
-            self._running += 1
+            self._held.add(claim.execution_id)
             self.claimed += 1
-            short = self._running > len(self._threads)
+            short = len(self._held) > len(self._threads)
         self._claims.put(claim)
         if short:
             thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
@@ -128,7 +134,7 @@ class WorkerService:
         finally:
             store.close_old_connections()
             with self._condition:
-                self._running -= 1
+                self._held.discard(claim.execution_id)
                 self._condition.notify_all()
             self.on_free()
 
@@ -137,7 +143,7 @@ class WorkerService:
         self.draining.set()
         deadline = time.monotonic() + grace
         with self._condition:
-            while self._running:
+            while self._held:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False

@@ -13,7 +13,7 @@ from loom_django import FlowContext, StepContext, flow, tool
 from loom_django.errors import InvalidInputError, LoomError
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
-from loom_django.services.recovery import recover_abandoned, recover_one
+from loom_django.services.recovery import hand_back, recover_abandoned, recover_one
 from loom_django.services.worker import WorkerService
 from tests.engine.conftest import World
 
@@ -288,7 +288,7 @@ def test_a_worker_claims_and_runs_what_is_ready(world: World) -> None:
     worker = WorkerService(world.engine, concurrency=2)
     while worker.tick() or worker.running or len(keys) < 5:
         with worker._condition:
-            worker._condition.wait_for(lambda: worker._running < 2, 10)
+            worker._condition.wait_for(lambda: len(worker._held) < 2, 10)
     assert worker.drain(10)
     assert sorted(keys) == [f"w{number}" for number in range(5)]
     assert {world.loom.handle(f"w{number}").status for number in range(5)} == {Status.COMPLETED}
@@ -325,7 +325,7 @@ def test_a_draining_worker_hands_the_rest_of_a_flow_back(world: World) -> None:
     other = WorkerService(world.engine, concurrency=1)
     other.tick()
     with other._condition:
-        assert other._condition.wait_for(lambda: other._running == 0, 20)
+        assert other._condition.wait_for(lambda: not other._held, 20)
     assert other.drain(20) is True
     assert handle.status == Status.COMPLETED
 
@@ -356,3 +356,38 @@ def test_changed_code_is_refused_with_its_exits(world: World, crash_at: Callable
     assert isinstance(refused.value, LoomError)
     assert handle.id in str(refused.value)
     assert world.kinds(handle.id) == before
+
+
+@pytest.mark.parametrize("idempotent", [None, False])
+def test_a_step_that_outlives_the_grace_time_is_handed_back(world: World, idempotent: bool | None) -> None:
+    """Nobody waits for the lease, and a drain counts as no recovery; what must not run twice is in doubt."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    @tool(idempotent=idempotent)
+    def long(ctx: StepContext) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    @flow("r.grace", steps=[long], max_recoveries=1)
+    def body(ctx: FlowContext) -> None:
+        ctx.run(long)
+
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = body.start()
+    for _ in range(3):
+        inside.clear()
+        go_on.clear()
+        worker = WorkerService(world.engine, concurrency=1)
+        worker.tick()
+        assert inside.wait(20)
+        assert worker.drain(0.01) is False
+        assert hand_back(world.loom, worker.held).recovered == 1
+        go_on.set()
+        assert worker.drain(20)
+        if idempotent is False:
+            break
+    assert world.engine.store.held(handle.id) is None
+    assert world.kinds(handle.id).count("STEP_COMPLETED") == 0
+    expected = Status.SUSPENDED if idempotent is False else Status.RUNNING
+    assert handle.status == expected
+    assert [wait.on for wait in handle.waits] == (["EffectInDoubtResolved"] if idempotent is False else [])

@@ -16,7 +16,7 @@ from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.leases import LeaseKeeper
 from loom_django.services.loop import Loop, Service, stop_on_signals
-from loom_django.services.recovery import RecoveryService
+from loom_django.services.recovery import RecoveryService, hand_back
 from loom_django.services.timers import TimerService
 from loom_django.services.worker import WorkerService
 
@@ -103,9 +103,10 @@ class Command(BaseCommand):
     def _end(self, worker: WorkerService, *, drained: bool, fine: bool) -> None:
         self.stdout.write(f"{worker.claimed} executions claimed")
         if not drained:
-            # A thread that is still inside a step cannot be ended; its lease runs out and another worker takes
-            # the execution up.
-            self.stderr.write(f"{worker.running} steps outlived the grace time; their leases will run out")
+            # A thread that is still inside a step cannot be ended but by the process; what it held is handed
+            # back before, so that nobody has to wait for its lease.
+            self.stderr.write(f"{worker.running} steps outlived the grace time and are handed back")
+            hand_back(loom, worker.held)
             sys.stdout.flush()
             os._exit(0)
         if worker.overrun:
