@@ -27,8 +27,6 @@ class ReadOnlyModel(models.Model):
 
     written_by = "loom.start, loom.resume, loom.cancel and the other calls on loom"
 
-    objects = ReadOnlyQuerySet.as_manager()
-
     class Meta:
         abstract = True
 
@@ -140,7 +138,7 @@ class Execution(ReadOnlyModel):
         ]
 
     def __str__(self) -> str:
-        return self.pk
+        return str(self.pk)
 
     @property
     def is_finished(self) -> bool:
@@ -181,6 +179,8 @@ class Event(ReadOnlyModel):
     is_kernel = models.BooleanField(_("kernel's own"), default=True)
     recorded_at = models.DateTimeField(_("recorded"), db_default=Now())
 
+    objects = ReadOnlyQuerySet.as_manager()
+
     class Meta:
         db_table = "loom_event"
         verbose_name = _("event")
@@ -199,6 +199,8 @@ class Fence(ReadOnlyModel):
     wakes = models.BigIntegerField(_("wakes"), default=0, db_default=0)
     recoveries = models.IntegerField(_("recoveries"), default=0, db_default=0)
     recovered_sequence = models.BigIntegerField(_("recovered at sequence"), default=0, db_default=0)
+
+    objects = ReadOnlyQuerySet.as_manager()
 
     class Meta:
         db_table = "loom_fence"
@@ -220,6 +222,8 @@ class Timer(ReadOnlyModel):
     deadline = models.BooleanField(_("is a deadline"), default=False, db_default=False)
     not_before = models.DateTimeField(_("not before"), null=True, blank=True)
     tries = models.IntegerField(_("tries"), default=0, db_default=0)
+
+    objects = ReadOnlyQuerySet.as_manager()
 
     class Meta:
         db_table = "loom_timer"
@@ -248,6 +252,8 @@ class Message(ReadOnlyModel):
     sent_at = models.DateTimeField(_("sent"), db_default=Now())
     taken = models.BooleanField(_("taken"), default=False, db_default=False)
     wait = models.CharField(_("wait"), max_length=255, default="", db_default="", blank=True)
+
+    objects = ReadOnlyQuerySet.as_manager()
 
     class Meta:
         db_table = "loom_message"

@@ -21,31 +21,23 @@ from loom_django import compat
 from loom_django.errors import StoreUnavailableError
 from loom_django.stores.base import APPEND_RETRIES, Commit, Known, RowLocked, SequenceOccupied
 from loom_django.stores.postgresql_append import document, parts_of, text_of
-from loom_django.stores.sql import (
-    EPOCH,
-    READY_HEAD,
-    SHARED,
-    UPSERT_TIMER,
-    Backoff,
-    Row,
-    SqlStore,
-    Statement,
-    chain_of_causes,
-    dialect,
-    named,
-    ready_filter,
-)
+from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes, ready_filter
+from loom_django.stores.statements import READY_HEAD, SHARED, UPSERT_TIMER, Statement, dialect, named
 
 # Statements of more commits than this are sent in parts: one part must not hold its rows for long.
 MOST_COMMITS: Final = 256
 
+# A connection exception, an operator's intervention, a transaction that sat idle for too long. No state at
+# all means that the client noticed by itself.
+_LOST: Final = ("08", "57P", "25P03")
 # Errors after which nothing has landed and the same may be sent again.
 _TRANSIENT: Final = ("40001", "40P01")  # serialization_failure, deadlock_detected
 
+_NOW: Final = "clock_timestamp() + cast(%(shift)s as float8) * interval '1 microsecond'"
 WORDS: Final = {
     # In a subselect, because a volatile function in a comparison keeps it from using an index.
-    "now": "(select clock_timestamp() + cast(%(shift)s as float8) * interval '1 microsecond')",
-    "later": "(select clock_timestamp() + cast(%(shift)s as float8) * interval '1 microsecond' + cast(%({0})s as float8) * interval '1 second')",
+    "now": f"(select {_NOW})",
+    "later": f"(select {_NOW} + cast(%({{0}})s as float8) * interval '1 second')",
     "at": "cast(%({0})s as timestamptz)",
     "time": "cast(extract(epoch from {0}) * 1000000 as bigint)",
     "text": "cast({0} as text)",
@@ -210,7 +202,7 @@ class PostgresStore(SqlStore):
         prepare = prepare and not connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
         server: psycopg.Connection[Any] = connection.connection
         if prepare and server.prepare_threshold is None:
-            # Django's default, with which psycopg prepares nothing. Out of reach: nothing but what asks for it.
+            # Django's default, with which psycopg prepares nothing. Out of reach: only what asks for it.
             server.prepare_threshold = sys.maxsize
         with connection.wrap_database_errors:
             cursor = (psycopg.RawCursor if raw else psycopg.Cursor)(server)
@@ -226,7 +218,7 @@ class PostgresStore(SqlStore):
     def is_connection_lost(self, error: BaseException) -> bool:
         for cause in chain_of_causes(error):
             if isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError):
-                return cause.sqlstate is None or cause.sqlstate[:2] in ("08", "57")
+                return cause.sqlstate is None or cause.sqlstate.startswith(_LOST)
         return False
 
     # Appends.
@@ -242,14 +234,14 @@ class PostgresStore(SqlStore):
             landed = self._send(commits)
         except StoreUnavailableError as error:
             return [error] * len(commits)
-        except Error as error:
+        except Exception as error:
             if len(commits) > 1:
                 # One that is blocked, refused or broken must not fail its neighbours: each by itself.
                 return [self._land_part([commit])[0] for commit in commits]
             return [self._judge(commits[0], error)]
         return [None if commit.execution_id in landed else self._settle(commit) for commit in commits]
 
-    def _judge(self, commit: Commit, error: Error) -> Exception | None:
+    def _judge(self, commit: Commit, error: Exception) -> Exception | None:
         match sqlstate(error):
             case "23505":  # unique_violation: a rival was first, or this very commit had landed
                 return self._settle(commit)
@@ -299,7 +291,7 @@ class PostgresStore(SqlStore):
                 if sqlstate(error) in _TRANSIENT and len(commits) == 1 and tries < APPEND_RETRIES:
                     tries += 1  # nothing landed: the same again
                 elif self.is_connection_lost(error):
-                    # The server may be committing yet: never decided by a look, always by the same rows again.
+                    # The server may be committing yet: never decided by a look, but by the same rows again.
                     self.connection.close()
                     if not backoff.again():
                         raise StoreUnavailableError(attempts=backoff.attempts) from error
@@ -349,7 +341,7 @@ class PostgresStore(SqlStore):
 
 
 def _bind(value: Any) -> Any:
-    """As text of no type: the column decides, and a statement is prepared once and not per width of an int."""
+    """As text of no type: the column decides, and a statement is prepared once, not per width of an int."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     return value.isoformat() if isinstance(value, datetime) else str(value)

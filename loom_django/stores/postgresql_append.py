@@ -29,7 +29,8 @@ from typing import Any, Final
 
 from loom_django.kernel.events import is_answering
 from loom_django.stores.base import Commit
-from loom_django.stores.sql import UPSERT_TIMER, dumps, row_of, timer_row, timers_off
+from loom_django.stores.sql import dumps, row_of, timer_row, timers_off
+from loom_django.stores.statements import UPSERT_TIMER
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ def _look(parts: Parts) -> str:
 
 
 def _guard(parts: Parts) -> list[str]:
-    """No fence row is written. A start that finds a token is not let through: it is sent again with fences."""
+    """No fence row is written. A start that finds a token is held back: it is sent again with fences."""
     name = "fit" if parts.groups else "landing"
     fit = f"""{name} as materialized (
         select c.*, {_now(parts)}
@@ -210,7 +211,8 @@ def _guard_with_fences(parts: Parts) -> list[str]:
         ) f on true
     )"""
     fit = f"""fit as materialized (
-        select c.*, own.token as held, own.token is null as unfenced, seen.token is null as unseen, {_now(parts)}
+        select c.*, {_now(parts)},
+            own.token as held, own.token is null as unfenced, seen.token is null as unseen
         from d c join locked own on own.id = c.id left join locked seen on seen.id = c.wakes_of
         where c.k = 'c' and {_PRESENTED} and {_FOLLOWS}
         and (c.wakes is null or c.wakes = coalesce(seen.wakes, 0))

@@ -1,7 +1,7 @@
 """The store over SQLite: every change is one transaction that takes the write lock at its beginning.
 
-One writer at a time makes all checks exact, so a commit is looked at first and written after; fences hold here
-too, because a web process and a worker share the file. A writer that finds the file locked tries again, also
+One writer at a time makes all checks exact, so a commit is looked at first and written after; fences hold
+here too, because a web process and a worker share the file. A writer that finds the file locked tries again, also
 when the lock is met at COMMIT: nothing has landed then.
 """
 
@@ -22,21 +22,16 @@ from loom_django.errors import StoreUnavailableError
 from loom_django.kernel.state import Status
 from loom_django.stores.base import Commit, Due, Known
 from loom_django.stores.sql import (
-    READY_HEAD,
-    SHARED,
-    UPSERT_TIMER,
     Backoff,
     Row,
     SqlStore,
-    Statement,
     chain_of_causes,
-    dialect,
-    named,
     ready_filter,
     row_of,
     timer_row,
     timers_off,
 )
+from loom_django.stores.statements import READY_HEAD, SHARED, UPSERT_TIMER, Statement, dialect, named
 
 _T = TypeVar("_T")
 
@@ -308,7 +303,7 @@ class SqliteStore(SqlStore):
         """Do all of it or nothing: in a transaction of its own, or behind a savepoint in a caller's."""
         if compat.open_transaction(self.connection):
             if not self.connection.connection.in_transaction:
-                # Autocommit is off and nothing was written yet: releasing an outermost savepoint would commit.
+                # Autocommit is off, nothing was written yet: releasing an outermost savepoint would commit.
                 self._say("begin")
             begin, commit = "savepoint loom", "release savepoint loom"
             rollback = ("rollback to savepoint loom", "release savepoint loom")
@@ -337,7 +332,7 @@ class SqliteStore(SqlStore):
             return self._atomically(lambda: [self._land_one(commit) for commit in commits])
         except StoreUnavailableError as error:
             return [error] * len(commits)
-        except Error as error:
+        except Exception as error:
             if len(commits) > 1:
                 # One that is broken must not fail its neighbours: each by itself.
                 return [self._land([commit])[0] for commit in commits]

@@ -7,8 +7,8 @@ Each class is a mixin of test methods; give it the store and let pytest (or unit
         def make_store(self):
             return MyStore()
 
-Some tests use threads, so a store over a database needs rows that are really committed. Every test works under
-ids and flows of its own, so that a store may hold other rows; no test waits for time to pass.
+Some tests use threads, so a store over a database needs rows that are really committed. Every test works
+under ids and flows of its own, so that a store may hold other rows; no test waits for time to pass.
 """
 
 # ruff: noqa: S101  (tests: they assert, and draw numbers that guard nothing)
@@ -236,6 +236,30 @@ class EventStoreConformance(StoreConformance):
         event = replace(log.event(Kind.STEP_STARTED), body=body)
         self.store.append(Commit(log.id, (event,), project(log.fold)))
         assert self.store.read(log.id)[-1].body == body
+
+    def test_ids_and_names_may_hold_any_printable_text(self) -> None:
+        """Quotes, percent signs, dollars, braces and other scripts are text and nothing else."""
+        odd = "o'dd \"%s %(id)s $1 {0} :id ? \\ é 日本 🧵"
+        log = self.log(name=f"{self.flow_id} {odd}", flow_id=f"{self.flow_id} {odd}")
+        self.store.append(log.start(queue=odd))
+        known = Known({log.flow_id: 1})
+        (claimed,) = self.store.claim_ready(owner=odd, token=1, ttl=60, limit=9, known=known, queues=[odd])
+        assert claimed.execution_id == log.id
+        assert self.store.renew([(log.id, 1)], ttl=60) == {log.id}
+        self.store.append(log.commit(odd, Kind.STEP_STARTED, fence=1))
+        assert self.store.read(log.id)[1].kind == odd
+        assert self.store.send(log.id, name=odd, message_id=odd, body='"%s"')
+        assert [message.name for message in self.store.inbox(log.id, odd)] == [odd]
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert (lease.owner, lease.flow_id) == (odd, log.flow_id)
+
+    def test_ids_that_differ_in_case_or_spaces_are_apart(self) -> None:
+        """Ids are compared as they are written."""
+        names = [f"{self.flow_id}-{suffix}" for suffix in ("a", "A", "a ", "á", "a\u0301")]
+        for name in names:
+            self.store.append(self.log(name=name).start())
+        assert [len(self.store.read(name)) for name in names] == [1] * 5
 
     def test_events_are_stamped_by_the_store_s_clock(self) -> None:
         """recorded_at is aware, and lies between two looks at the store's clock."""
@@ -594,6 +618,10 @@ class EventStoreConformance(StoreConformance):
         ):
             self.refused(wrong, ValueError)
 
+    def test_what_would_be_nobody_s_to_run_does_not_land(self) -> None:
+        """An answer that leaves the owner of a parked execution as it is: there is none."""
+        self.refused(self.parked().commit(Kind.EXECUTION_RESUMED), Exception)
+
     def test_a_commit_can_hand_over_a_lease(self) -> None:
         """held gives the execution to an owner until ttl from now by the store's clock."""
         before = self.store.now()
@@ -830,7 +858,7 @@ class TimerStoreConformance(StoreConformance):
         assert [row.wake_at for row in self.store.timers(log.id)] == [self.at(1), self.at(2)]
 
     def test_an_upsert_drops_no_mark(self) -> None:
-        """A plain wake on the row of a re-drive or a deadline leaves it one; a mark is added to a plain row."""
+        """A plain wake on the row of a re-drive or a deadline leaves it one; a plain row takes a mark."""
         log = self.parked()
         for first, second in ((None, 3), (3, None), (1, 3)):
             self.store.schedule(TimerRow(log.id, self.at(1), redrive=first))
@@ -1223,6 +1251,14 @@ class LeaseStoreConformance(StoreConformance):
         assert lease is not None
         assert (lease.owner, lease.token) == ("me", 4)
         assert self.store.renew([(log.id, 3)], ttl=60) == set()
+
+    def test_a_lease_is_taken_from_the_holder_that_was_seen(self) -> None:
+        """One that expired, was taken, and expired again is another lease."""
+        log = self.started(held_by("dead", 3, 10))
+        seen = self._expire(log, 11)
+        assert self.store.take_over(seen, owner="next", token=4, ttl=10)
+        assert self._expire(log, 11).token == 4
+        assert self.store.take_over(seen, owner="me", token=5, ttl=60) is False
 
     def _expire(self, log: Log, seconds: float) -> Lease:
         self.store.shift_clock(timedelta(seconds=seconds))

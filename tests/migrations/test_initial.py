@@ -222,7 +222,8 @@ class TestPostgres:
         """For rows that are rewritten in place, and timers are vacuumed by number and not by share."""
         options = dict(
             self.rows(
-                "select relname, reloptions from pg_class where relname in ('loom_execution', 'loom_fence', 'loom_timer')"
+                "select relname, reloptions from pg_class"
+                " where relname in ('loom_execution', 'loom_fence', 'loom_timer')"
             )
         )
         assert options["loom_execution"] == ["fillfactor=70"]

@@ -27,7 +27,8 @@ def wait_until_blocked(count: int = 1) -> list[int]:
     with connect(autocommit=True) as looker:
         while time.monotonic() < deadline:
             rows = looker.execute(
-                "select pid from pg_stat_activity where datname = current_database() and wait_event_type = 'Lock'"
+                "select pid from pg_stat_activity"
+                " where datname = current_database() and wait_event_type = 'Lock'"
             ).fetchall()
             if len(rows) >= count:
                 return [row[0] for row in rows]

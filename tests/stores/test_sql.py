@@ -1,4 +1,4 @@
-"""The stores over SQLite and PostgreSQL keep the contract; each pass of the suite runs the one that it is for."""
+"""The stores over SQLite and PostgreSQL keep the contract; each pass of the suite runs its own."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, transaction
@@ -40,6 +41,8 @@ def _sqlite_alone():
 
 
 class Sqlite(StoreConformance):
+    store: SqliteStore
+
     def make_store(self):
         return store_for("default")
 
@@ -91,7 +94,7 @@ class TestTheFile(Sqlite):
             rival.execute("begin")
             rival.execute("select count(*) from loom_event").fetchall()
             self.impatient()
-            self.store.sleep = lambda _: rival.execute("commit")
+            self.store.sleep = lambda _: rival.commit()
             make_rows(self)
         finally:
             connection.settings_dict["OPTIONS"]["init_command"] = init
@@ -142,7 +145,7 @@ class TestPatience(Sqlite):
         """A claim, a fence, a message and a transaction."""
         log, rival = self.started(), self.rival()
         self.impatient()
-        self.store.sleep = lambda _: rival.execute("commit")
+        self.store.sleep = lambda _: rival.commit()
         for call in (
             lambda: self.store.claim(log.id, owner="me", token=1, ttl=60),
             lambda: self.store.acquire_fence(log.id),
@@ -223,9 +226,10 @@ class TestTransaction(Sqlite):
 
     def test_other_blocks_begin_as_the_project_says(self):
         """Only this block is changed, not the connection's setting."""
-        before = connection.transaction_mode
+        own: Any = connection
+        before = own.transaction_mode
         with self.store.transaction():
-            assert connection.transaction_mode == before
+            assert own.transaction_mode == before
         rival = self.rival()
         with transaction.atomic():
             rival.execute("begin immediate")

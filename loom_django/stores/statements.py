@@ -1,0 +1,327 @@
+"""The statements that both databases share, by name, each with its reason.
+
+What the two say differently is written with a ``$``: ``$now`` is the store's clock, ``$later(x)`` is that
+plus the parameter x in seconds, ``$at(x)`` an instant handed in, ``$time(column)`` an instant handed out,
+``$text(column)`` JSON as text, ``$is`` equality that takes NULL for a value, and ``$lock``, ``$lock_free(t)``
+take the rows read (the second leaves out those that others hold).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from loom_django.kernel.state import TERMINAL_STATUSES
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement: its text, and why it is there.
+
+    ``repeatable`` ones may be sent again when the connection was lost and nobody knows if they had run.
+    """
+
+    name: str
+    why: str
+    sql: str
+    repeatable: bool = False
+
+
+def named(*statements: Statement) -> dict[str, Statement]:
+    return {statement.name: statement for statement in statements}
+
+
+_TERMINAL = ", ".join(f"'{status}'" for status in sorted(TERMINAL_STATUSES))
+_TIMER = "t.execution_id, $time(t.wake_at), t.redrive, t.deadline, $time(t.not_before), t.tries"
+UPSERT_TIMER = """
+    on conflict (execution_id, wake_at) do update set
+        redrive = coalesce(excluded.redrive, loom_timer.redrive),
+        deadline = case when excluded.deadline then excluded.deadline else loom_timer.deadline end,
+        not_before = excluded.not_before,
+        tries = excluded.tries
+"""
+# The queue's head, whatever lies behind it: for each priority in turn the oldest rows that are ready now. A
+# plain ORDER BY would sort all that is ready, or walk over all that is to be ready one day. The order of
+# the priorities is that of the recursion; an ORDER BY on top would read all before the limit.
+READY_HEAD: Final = """
+    with recursive priorities(priority) as (
+        select * from (
+            select priority from loom_execution where ready_at is not null order by priority desc limit 1
+        ) highest
+        union all
+        select (
+            select x.priority from loom_execution x
+            where x.ready_at is not null and x.priority < p.priority order by x.priority desc limit 1
+        )
+        from priorities p where p.priority is not null
+    )
+"""
+
+SHARED: Final = named(
+    Statement(
+        "read",
+        "A log, or a part of it, in order.",
+        """
+        select sequence, kind, $text(payload), fence, writer, is_kernel, $time(recorded_at)
+        from loom_event where execution_id = %(id)s and sequence > %(after)s
+        order by sequence limit %(limit)s
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "fence",
+        "Token and wakes; no row says 0 and 0.",
+        "select token, wakes from loom_fence where execution_id = %(id)s",
+        repeatable=True,
+    ),
+    Statement(
+        "status",
+        "Where an execution stands, by the projection.",
+        "select status from loom_execution where id = %(id)s",
+        repeatable=True,
+    ),
+    Statement(
+        "acquire_fence",
+        "The token moves; all that carry an older one are refused from here on.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        values (%(id)s, 1, 0, 0, 0)
+        on conflict (execution_id) do update set token = loom_fence.token + 1
+        returning token
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "why",
+        "After a refusal: what stands in the way, and if it is this very commit, landed before.",
+        """
+        select
+            (select token from loom_fence where execution_id = %(id)s),
+            (select wakes from loom_fence where execution_id = %(wakes_of)s),
+            (select max(sequence) from loom_event where execution_id = %(id)s)
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "writers",
+        "Who wrote the sequences that a commit wanted.",
+        """
+        select sequence, writer from loom_event
+        where execution_id = %(id)s and sequence between %(first)s and %(last)s order by sequence
+        """,
+        repeatable=True,
+    ),
+    # Deletion: in the lock order, the fence row first.
+    Statement(
+        "lock_fence",
+        "Appends that answer, acquires and the deletion of an execution wait for each other here.",
+        "select token from loom_fence where execution_id = %(id)s $lock",
+    ),
+    Statement(
+        "finished",
+        "Checked under the fence's lock: only what has ended may go.",
+        f"select chain from loom_execution where id = %(id)s and status in ({_TERMINAL})",
+    ),
+    Statement("delete_events", "The log goes.", "delete from loom_event where execution_id = %(id)s"),
+    Statement("delete_row", "The execution's row goes.", "delete from loom_execution where id = %(id)s"),
+    Statement("delete_timers", "Its wakes go.", "delete from loom_timer where execution_id = %(id)s"),
+    Statement(
+        "delete_inbox",
+        "The chain's messages go with its last member.",
+        """
+        delete from loom_message where execution_id = %(chain)s
+        and not exists (select 1 from loom_execution where chain = %(chain)s and chain <> id)
+        and not exists (select 1 from loom_execution where id = %(chain)s)
+        """,
+    ),
+    Statement(
+        "delete_fence",
+        "A row without a token goes, unless it counts the wakes of a chain that lives on.",
+        """
+        delete from loom_fence where token = 0 and execution_id in (%(id)s, %(chain)s)
+        and not exists (
+            select 1 from loom_execution
+            where chain = loom_fence.execution_id and chain <> id
+        )
+        and not exists (select 1 from loom_execution where id = loom_fence.execution_id)
+        """,
+    ),
+    # Timers.
+    Statement(
+        "schedule",
+        "Owe a wake; marks that are there stay.",
+        f"""
+        insert into loom_timer (execution_id, wake_at, redrive, deadline, not_before, tries)
+        values (%(id)s, $at(wake_at), %(redrive)s, %(deadline)s, $at(not_before), %(tries)s)
+        {UPSERT_TIMER}
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "put_off",
+        "Only the row that was claimed: one that was written anew since is due at its own time.",
+        """
+        update loom_timer set not_before = $later(delay), tries = %(tries)s
+        where execution_id = %(id)s and wake_at = $at(wake_at) and not_before $is $at(claimed)
+        """,
+    ),
+    Statement(
+        "retire",
+        "The wake is done with.",
+        "delete from loom_timer where execution_id = %(id)s and wake_at = $at(wake_at)",
+        repeatable=True,
+    ),
+    Statement(
+        "retire_claimed",
+        "The wake is done with, unless it was written anew since the claim.",
+        """
+        delete from loom_timer
+        where execution_id = %(id)s and wake_at = $at(wake_at) and not_before $is $at(claimed)
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "timers",
+        "What is owed to one execution.",
+        f"select {_TIMER} from loom_timer t where execution_id = %(id)s order by wake_at",
+        repeatable=True,
+    ),
+    Statement(
+        "next_due",
+        "The first entry of the index of what is due.",
+        """
+        select $time(coalesce(not_before, wake_at)) from loom_timer
+        order by coalesce(not_before, wake_at) limit 1
+        """,
+        repeatable=True,
+    ),
+    # Leases. Each is one conditional statement; the rows that come back say who won.
+    Statement(
+        "claim",
+        "Ready becomes held.",
+        """
+        update loom_execution set
+            ready_at = null, lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
+        where id = %(id)s and ready_at <= $now
+        returning id
+        """,
+    ),
+    Statement(
+        "release",
+        "Held becomes ready.",
+        """
+        update loom_execution set
+            ready_at = $later(delay), lease_owner = '', lease_token = null, lease_until = null
+        where id = %(id)s and lease_token = %(token)s
+        returning id
+        """,
+    ),
+    Statement(
+        "expired",
+        "Who died, or was cut off, while holding an execution.",
+        """
+        select id, lease_owner, lease_token, $time(lease_until), flow_id, version
+        from loom_execution where lease_until <= $now order by lease_until limit %(limit)s
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "leases",
+        "Who holds what.",
+        """
+        select id, lease_owner, lease_token, $time(lease_until), flow_id, version
+        from loom_execution where lease_until is not null order by lease_until limit %(limit)s
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "take_over",
+        "From the holder that was seen, and only while its lease is over.",
+        """
+        update loom_execution set
+            lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
+        where id = %(id)s and lease_token = %(seen)s and lease_until <= $now
+        returning id
+        """,
+    ),
+    Statement(
+        "held",
+        "Who holds one execution.",
+        """
+        select id, lease_owner, lease_token, $time(lease_until), flow_id, version
+        from loom_execution where id = %(id)s and lease_token is not null
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "stale_ready",
+        "Ready for so long that whoever was told of it must have died.",
+        """
+        select id, '', 0, $time(ready_at), flow_id, version
+        from loom_execution where ready_at < $later(before) order by ready_at limit %(limit)s
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "count_recovery",
+        "One more takeover without a new event, or the first one of another place in the log.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        values (%(id)s, 0, 0, 1, %(sequence)s)
+        on conflict (execution_id) do update set
+            recoveries = case when loom_fence.recovered_sequence = excluded.recovered_sequence
+                then loom_fence.recoveries + 1 else 1 end,
+            recovered_sequence = excluded.recovered_sequence
+        returning recoveries
+        """,
+    ),
+    Statement(
+        "beat",
+        "A loop is alive.",
+        """
+        insert into loom_node (name, kind, seen_at) values (%(name)s, %(kind)s, $now)
+        on conflict (name) do update set kind = excluded.kind, seen_at = excluded.seen_at
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "forget_nodes",
+        "Loops that ended long ago.",
+        "delete from loom_node where seen_at < $later(before)",
+        repeatable=True,
+    ),
+    Statement(
+        "loop_seen",
+        "Is there anybody to hand work to?",
+        "select 1 from loom_node where seen_at > $later(before) limit 1",
+        repeatable=True,
+    ),
+    # Messages.
+    Statement(
+        "inbox",
+        "What no commit has taken, oldest first.",
+        """
+        select number, execution_id, name, message_id, $text(payload), wait from loom_message
+        where execution_id = %(id)s and name = %(name)s and not taken order by number
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "message_names",
+        "Under which names something lies.",
+        "select distinct name from loom_message where execution_id = %(id)s and not taken",
+        repeatable=True,
+    ),
+)
+
+
+def dialect(statements: Iterable[Statement], words: Mapping[str, str]) -> dict[str, Statement]:
+    """The statements with each ``$word`` in one database's own; ``{0}`` is what stands in parentheses."""
+
+    def say(match: re.Match[str]) -> str:
+        return words[match[1]].format(pattern.sub(say, match[2] or ""))
+
+    pattern = re.compile(r"\$(now|later|at|time|text|is|lock_free|lock)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
+    return {one.name: replace(one, sql=pattern.sub(say, " ".join(one.sql.split()))) for one in statements}
