@@ -359,11 +359,11 @@ def _changed_keys(run: _Run, expected: _Expected) -> Iterator[str]:
 
 
 def _rightly_in_doubt(run: _Run, crash: Passage) -> bool:
-    """True if the crash left a step in doubt that must not run twice."""
+    """True if the crash left its step in doubt where nobody can know; only what must not run twice can be."""
     if crash.point not in _DOUBTFUL or crash.execution >= len(run.states):
         return False
     frame = run.states[crash.execution].frames.get(crash.step_id)
-    return frame is not None and frame.idempotent is False and frame in run.states[crash.execution].in_doubt
+    return frame is not None and frame in run.states[crash.execution].in_doubt
 
 
 def _other_ends(run: _Run, expected: _Expected, in_doubt: bool) -> Iterator[str]:

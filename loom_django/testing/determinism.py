@@ -184,9 +184,6 @@ class _Replay(Body):
         if note not in self.journal.fold.noted:
             self._leave(None, "no such event", f"{kind} at {source_line()}")
 
-    def _wakes(self) -> int:
-        return 0
-
     def _take_message(self, wait_id: str, name: str) -> bool:
         return False  # one may have come since the park
 

@@ -16,8 +16,10 @@ from loom_django import (
     StepFailed,
     WaitTimedOut,
     flow,
+    loom,
     tool,
 )
+from loom_django.errors import ContextMisuseError
 from tests.shop.models import Ledger, Order
 
 
@@ -202,7 +204,14 @@ def random_and_no_park(ctx: FlowContext) -> None:
     ctx.run(repeatable, str(random.random()))
 
 
-SETTINGS: dict[str, Any] = {"step": "repeatable", "words": ["a"], "on": "Approval", "sleep": False, "emit": 0}
+SETTINGS: dict[str, Any] = {
+    "step": "repeatable",
+    "words": ["a"],
+    "on": "Approval",
+    "sleep": False,
+    "emit": 0,
+    "decide": False,
+}
 
 
 @flow("kit-reads-a-setting", steps=[repeatable, undeclared])
@@ -212,6 +221,8 @@ def reads_a_setting(ctx: FlowContext) -> None:
         ctx.run(repeatable.keyed(word), word)
     for _ in range(SETTINGS["emit"]):
         ctx.emit("Counted")
+    if SETTINGS["decide"]:
+        ctx.decide("late", lambda: SETTINGS.update(decided=True))
     if SETTINGS["sleep"]:
         return
     ctx.suspend(SETTINGS["on"])
@@ -302,3 +313,23 @@ def audit(ctx: StepContext, orders: list[int], *, by: str) -> None:
 @flow("kit-audits", steps=[audit])
 def audits(ctx: FlowContext, orders: list[int]) -> None:
     ctx.run(audit, orders, by="anna")
+
+
+@tool(idempotent=False, retry=RetryPolicy(retry_on=(BankRefusal,), jitter=False))
+def careful(ctx: StepContext) -> str:
+    raise _not_here("careful")
+
+
+@flow("kit-careful", steps=[careful])
+def asks_again(ctx: FlowContext) -> str:
+    return ctx.run(careful)
+
+
+@flow("kit-misuses", steps=[repeatable])
+def waits_for_itself(ctx: FlowContext) -> str:
+    ctx.run(repeatable)
+    try:
+        loom.handle(ctx.execution_id).result(timeout=0.01)
+    except ContextMisuseError:
+        ctx.logger.info("of course not")
+    return str(ctx.suspend("Approval"))

@@ -119,9 +119,13 @@ def test_two_crashes_one_after_the_other(loom_harness: Harness) -> None:
     handle = one_step.start("repeatable")
     loom_harness.crash(repeatable, "in-effect")
     loom_harness.crash(repeatable, "in-effect")
-    loom_harness.run()
-    loom_harness.run()
-    assert handle.status == Status.RUNNING
+    owners = set()
+    for _ in range(2):
+        loom_harness.run()
+        lease = loom.store.held(handle.id)
+        assert lease is not None
+        owners.add(lease.owner)
+    assert len(owners) == 2
     loom_harness.run()
     assert handle.result() == "done"
     assert [call.attempt for call in loom_harness.calls(repeatable)] == [1, 2, 3]

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from loom_django import loom
 from loom_django.errors import ExecutionFailedError
@@ -26,6 +27,7 @@ from tests.testing.flows import (
     reads_a_setting,
     repeatable,
     undeclared,
+    waits_for_itself,
 )
 
 pytestmark = pytest.mark.django_db
@@ -68,6 +70,7 @@ def test_a_flow_without_a_park(loom_harness: Harness) -> None:
         ("on", "Refusal", "a wait for Approval", "a wait for Refusal at "),
         ("sleep", True, "a wait for Approval", "the end of the flow"),
         ("emit", 1, "no such event", "Counted at "),
+        ("decide", True, "no such decision", "decision 'late' at "),
     ],
 )
 def test_a_setting_that_changes(
@@ -90,6 +93,47 @@ def test_a_setting_that_changes(
         loom_harness.run()
     assert caught.value.recorded == recorded
     assert caught.value.replayed.startswith(replayed)
+    assert "decided" not in flows.SETTINGS
+
+
+def test_an_answer_at_the_moment_of_the_park(loom_harness: Harness, request: pytest.FixtureRequest) -> None:
+    """What comes after the park is no part of what the body has asked for."""
+
+    def answer(execution_id: str, **facts: Any) -> None:
+        loom.resume(execution_id, event_type="Approval")
+
+    execution_suspended.connect(answer)
+    request.addfinalizer(lambda: execution_suspended.disconnect(answer))
+    handle = reads_a_setting.start()
+    loom_harness.run()
+    assert handle.status == Status.COMPLETED
+
+
+def test_a_message_at_the_moment_of_the_park(loom_harness: Harness, request: pytest.FixtureRequest) -> None:
+    """One that lies in the inbox by then is taken by the next run, not by the replay."""
+
+    def send(execution_id: str, **facts: Any) -> None:
+        with transaction.atomic():
+            loom.send(execution_id, "carrier", {"status": "delivered"}, message_id="m1")
+
+    execution_suspended.connect(send)
+    request.addfinalizer(lambda: execution_suspended.disconnect(send))
+    handle = parcels.start()
+    loom_harness.run()
+    assert handle.result() == ["delivered"]
+
+
+def test_a_replay_is_a_body_run_that_is_silent(
+    loom_harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is refused in a body is refused there too, and what was logged is not logged again."""
+    caplog.set_level("INFO", "loom_django.flow")
+    handle = waits_for_itself.start()
+    loom_harness.run()
+    assert handle.status == Status.SUSPENDED
+    assert [record.message for record in caplog.records if record.name == "loom_django.flow"] == [
+        "of course not"
+    ]
 
 
 def test_the_same_setting_is_fine(loom_harness: Harness) -> None:

@@ -14,13 +14,15 @@ from django.db import transaction
 from loom_django import loom
 from loom_django.engine import steps
 from loom_django.errors import ContextMisuseError, InvalidInputError, OpenTransactionError
+from loom_django.kernel.state import ExecutionState, Frame, FrameStatus
 from loom_django.models import Execution
-from loom_django.testing import Harness, crash_sweep
-from loom_django.testing.crashes import _doubled, _Expected, _Made, _Run
+from loom_django.testing import Harness, NonDeterminismError, crash_sweep
+from loom_django.testing.crashes import _doubled, _Expected, _Made, _rightly_in_doubt, _Run
 from loom_django.testing.harnessing import Call, Passage
 from tests.shop.models import Ledger
 from tests.testing import flows
 from tests.testing.flows import (
+    BankRefusal,
     attempts,
     booked,
     breaks,
@@ -191,6 +193,49 @@ def test_a_retry_is_no_double() -> None:
     assert "charge before-start (time 2)" in str(report)
 
 
+def test_a_retry_that_a_policy_allows_is_no_double() -> None:
+    """A refusal that proves that nothing happened is tried again under the same key, also after a crash."""
+
+    def scenario(h: Harness) -> None:
+        answers = iter([BankRefusal("busy")])
+
+        def bank(ctx: Any) -> str:
+            for refusal in answers:
+                raise refusal
+            return "tx-1"
+
+        h.stub(flows.careful, calls=bank)
+        flows.asks_again.using(execution_id="c1").start()
+        h.run()
+
+    report = crash_sweep(scenario)
+    assert report.ok, report
+    assert any(times == 2 for point in report.points for times in point.twice.values())
+
+
+@pytest.mark.parametrize(
+    ("point", "right"), [("before-start", False), ("in-effect", True), ("after-outcome", False)]
+)
+def test_where_a_doubt_is_right(point: Any, right: bool) -> None:
+    """The engine has none elsewhere; if it had, the sweep would say so."""
+    frame = Frame("once", "once", FrameStatus.IN_DOUBT, idempotent=False)
+    run = _Run(states=[ExecutionState(execution_id="e1", frames={"once": frame})])
+    assert _rightly_in_doubt(run, Passage(0, "e1", "kit-one-step", "once", point, 1, once)) is right
+
+
+def test_a_body_that_does_not_replay_is_found_behind_a_doubt() -> None:
+    """A doubt excuses what the scenario could not go on with, not what the replay check finds."""
+
+    def scenario(h: Harness) -> None:
+        one_step.using(execution_id="e1").start("once")
+        h.run()
+        if h.in_doubt():
+            raise NonDeterminismError("e1", "kit-one-step", "once", "this", "that")
+
+    found = problems(crash_sweep(scenario, points=["in-effect"]))
+    assert "NonDeterminismError" in found["once", "in-effect"][0]
+
+
 def test_an_in_doubt_park_is_right_only_where_nobody_can_know() -> None:
     """Before the mark and after the recorded outcome the transfer goes on by itself."""
     report = crash_sweep(one("once"))
@@ -353,7 +398,7 @@ def test_no_table_is_truncated_outside_of_tests(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_sweep_inside_atomic_is_refused() -> None:
     """Its runs could not commit."""
-    with transaction.atomic(), pytest.raises(OpenTransactionError):
+    with transaction.atomic(), pytest.raises(OpenTransactionError, match="crash_sweep"):
         crash_sweep(one("booked"))
 
 
