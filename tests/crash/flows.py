@@ -292,3 +292,12 @@ def doubtful(ctx: StepContext) -> str:
 @flow("in-doubt", steps=[doubtful, book])
 def in_doubt(ctx: FlowContext) -> list[Any]:
     return [ctx.run(doubtful), ctx.run(book)]
+
+
+@flow("played", steps=[quick, charge, transfer, book])
+def played(ctx: FlowContext) -> dict[str, Any]:
+    """A step of each kind, a park, an answer, an end."""
+    done: list[Any] = [ctx.run(quick), ctx.run(charge), ctx.run(transfer), ctx.run(book)]
+    done.append(ctx.suspend("Go", timeout=3600))
+    done.append(ctx.run(quick.keyed("again")))
+    return {"done": done}

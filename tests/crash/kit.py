@@ -15,10 +15,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+from django.conf import settings
 from django.db import connection
 
 from loom_django.kernel.events import Event, Kind
@@ -69,18 +72,24 @@ class Zygote:
 
     def listen(self, until: Callable[[], bool], patience: float = PATIENCE) -> None:
         """Take in what the zygote says until something is known."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + patience
         while not until():
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
+            if not self.hear(deadline - time.monotonic()) and time.monotonic() > deadline:
                 raise AssertionError(f"no process has done so within {patience} s")
-            came = self.process.stdout.read(1 << 16)
-            if not came:
-                raise AssertionError(f"the zygote ended with {self.process.wait()}")
-            *lines, self._unread = (self._unread + came).split(b"\n")
-            for line in lines:
-                self._note(json.loads(line))
+
+    def hear(self, patience: float = 0.0) -> bool:
+        """Take in what the zygote says next; False if it says nothing."""
+        out = self.process.stdout
+        assert out is not None
+        if not select.select([out], [], [], max(patience, 0.0))[0]:
+            return False
+        came = out.read(1 << 16)
+        if not came:
+            raise AssertionError(f"the zygote ended with {self.process.wait()}")
+        *lines, self._unread = (self._unread + came).split(b"\n")
+        for line in lines:
+            self._note(json.loads(line))
+        return True
 
     def _note(self, said: dict[str, Any]) -> None:
         if "job" in said:
@@ -118,6 +127,7 @@ class Child:
         if self.process is not None:
             return self.process.poll() is not None
         assert self.zygote is not None
+        self.zygote.hear()
         return self.pid in self.zygote.codes
 
     def wait(self, patience: float = PATIENCE) -> int:
@@ -140,7 +150,8 @@ class Child:
 
     def kill(self) -> None:
         if not self.over:
-            self.signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                self.signal(signal.SIGKILL)
             self.wait()
 
     @property
@@ -323,6 +334,12 @@ _ENDS = (Kind.EXECUTION_COMPLETED, Kind.EXECUTION_FAILED, Kind.EXECUTION_CANCELL
 
 def on_postgresql() -> bool:
     return bool(connection.vendor == "postgresql")
+
+
+only_postgresql = pytest.mark.skipif(
+    settings.DATABASES["default"]["ENGINE"] != "django.db.backends.postgresql",
+    reason="it is about connections to a server, which SQLite has none of",
+)
 
 
 def lines_with(text: str, what: str) -> list[str]:
