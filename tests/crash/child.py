@@ -52,6 +52,7 @@ def _prepare(job: dict[str, Any]) -> None:
     from django.db import connections
 
     from loom_django import conf, loom
+    from loom_django.engine import steps
     from tests.crash.stage import stage
 
     handler = logging.StreamHandler()
@@ -71,6 +72,8 @@ def _prepare(job: dict[str, Any]) -> None:
     _watch_appends(loom.store, stage)
     if job.get("statement"):
         stage.watch_statements(*job["statement"])
+    if job.get("carry"):
+        steps.CARRY_LIMIT = job["carry"]  # type: ignore[misc]
     if job.get("shift"):
         loom.store.shift_clock(timedelta(seconds=job["shift"]))
 

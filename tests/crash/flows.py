@@ -301,3 +301,22 @@ def played(ctx: FlowContext) -> dict[str, Any]:
     done.append(ctx.suspend("Go", timeout=3600))
     done.append(ctx.run(quick.keyed("again")))
     return {"done": done}
+
+
+@tool
+def idle_step(ctx: StepContext) -> None:
+    """As quick as a step can be."""
+
+
+@flow("idle", steps=[idle_step])
+def idle(ctx: FlowContext, count: int) -> int:
+    for number in range(count):
+        ctx.run(idle_step.keyed(number))
+    return count
+
+
+@flow("idle-then-wait", steps=[idle_step])
+def idle_then_wait(ctx: FlowContext, count: int) -> Any:
+    for number in range(count):
+        ctx.run(idle_step.keyed(number))
+    return ctx.suspend("Go")

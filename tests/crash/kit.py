@@ -182,8 +182,8 @@ class Lab:
     def spawn(self, act: str, *args: Any, fresh: bool = False, **options: Any) -> Child:
         """Start a process that does one act.
 
-        Options go to the process (``loom``, ``points``, ``statement``, ``database``, ``shift``, ``env``), all
-        others to the act. A ``fresh`` one is started from nothing, not forked.
+        Options go to the process (those named in ``_OPTIONS``), all others to the act. A ``fresh`` one is started
+        from nothing, not forked.
         """
         named = {name: options.pop(name) for name in _OPTIONS if name in options}
         return self.spawn_acts([(act, args, options)], fresh=fresh, **named)
@@ -254,7 +254,7 @@ class Lab:
         eventually(lambda: len(loom.store.expired(limit=1000)) >= leases, f"{leases} leases have run out")
 
 
-_OPTIONS = ("loom", "points", "statement", "database", "shift", "env")
+_OPTIONS = ("loom", "points", "statement", "database", "shift", "env", "carry")
 
 
 # What may be said of an execution.
