@@ -666,11 +666,18 @@ class EventStoreConformance(StoreConformance):
     def test_behind_a_refused_one_all_are_refused(self) -> None:
         """What follows a refused commit of its execution is refused too, and leaves no gap."""
         log, other = self.running(), self.running()
-        rival = log.fork()
-        self.store.append(rival.commit())
+        self.store.append(log.fork().commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED))
         outcomes = self.store.append_many([log.commit(), other.commit(), log.commit(), log.park(wakes=0)])
         assert [outcome is None for outcome in outcomes] == [False, True, False, False]
-        assert len(self.store.read(log.id)) == 2
+        assert len(self.store.read(log.id)) == 3
+
+    def test_behind_a_refused_one_of_somebody_else_the_owner_goes_on(self) -> None:
+        """Another writer's refusal is not the owner's."""
+        log = self.running()
+        late = log.fork()
+        self.store.append(log.commit())
+        outcomes = self.store.append_many([late.commit(), log.commit()])
+        assert [outcome is None for outcome in outcomes] == [False, True]
 
     def test_many_may_wake_one(self) -> None:
         """Children that end together each count at their parent."""
@@ -805,6 +812,15 @@ class EventStoreConformance(StoreConformance):
             self.refused(rival.commit(), SequenceOccupied)
             self.store.append(other.commit())
         assert len(self.store.read(other.id)) == 3
+
+    def test_an_error_leaves_nothing_of_its_commit_in_the_transaction(self) -> None:
+        """What the store itself refuses in the middle of a commit is undone, the rest of the block is not."""
+        log, parked = self.running(), self.parked()
+        with self.store.transaction():
+            self.refused(parked.commit(Kind.EXECUTION_RESUMED), Exception)
+            self.store.append(log.commit())
+        assert len(self.store.read(parked.id)) == 2
+        assert len(self.store.read(log.id)) == 2
 
     def test_a_callback_runs_at_once_outside_and_breaks_nobody(self) -> None:
         """Without a transaction there is nothing to wait for, and a failing callback is only reported."""
