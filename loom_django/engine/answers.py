@@ -66,6 +66,7 @@ def resume(
     payload: Any = None,
     correlation_key: str | None = None,
     principal: Any = None,
+    reason: str = "",
     fence: int | None = None,
     allow_flow_code_mismatch: bool = False,
     ownership: Ownership,
@@ -85,7 +86,7 @@ def resume(
         if allow_flow_code_mismatch:
             _migrate(engine, journal, principal_name(principal))
         check_code(engine, journal.fold)
-        return _answer(journal, wait, event_type, text, principal_name(principal), None, ownership)
+        return _answer(journal, wait, event_type, text, principal_name(principal), reason, ownership)
 
     return append_outside(engine, execution_id, compose, fence=fence)
 

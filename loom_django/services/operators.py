@@ -262,6 +262,7 @@ def resume_execution(
             payload=payload,
             correlation_key=correlation_key,
             principal=operator.name,
+            reason=reason.strip(),
             ownership=ownership,
         )
 
@@ -430,6 +431,7 @@ def _perform(
     dry_run: bool,
 ) -> Done:
     _admit(loom, operator, act, execution_id, reason)
+    loom.engine.store.check_caller(f"the act {act.value}")
     over = hand_over(loom)
     engine = _watched(loom.engine, judge, dry_run)
     appended = append(engine, over.ticket.ownership)

@@ -149,3 +149,32 @@ def test_whoever_is_not_staff_is_sent_to_the_login(name, args, client, db):
     for answer in (client.get(url(name, *args)), client.post(url(name, *args), _reason())):
         assert answer.status_code == 302
         assert "/login/" in answer.url
+
+
+@pytest.fixture
+def held(settings):
+    """An execution under the lease of a process that is gone."""
+    settings.LOOM = {"DISPATCHER": "worker"}
+    flows.ask.using(execution_id="x").start()
+    assert loom.store.claim("x", owner="dead:1:a", token=7, ttl=3600)
+
+
+def test_recovering_has_its_own_permission(held, db):
+    """With it the holder is fenced out; without it the attempt is denied once."""
+    carl = client_of(make_user("carl", *LOOK, "recover_execution"))
+    dora = client_of(make_user("dora", *LOOK, *(act for act in ACTS if act != "recover_execution")))
+    address = url("execution_recover", "x")
+    assert f'href="{address}' in carl.get(url("execution_change", "x")).content.decode()
+    assert f'href="{address}' not in dora.get(url("execution_change", "x")).content.decode()
+    for _ in range(2):
+        assert dora.post(address, _reason()).status_code == 403
+    assert kinds("x").count("EXECUTION_DENIED") == 1
+    preview = carl.post(address, {**_reason(), "stage": "preview"}).content.decode()
+    assert "appends nothing" in preview
+    assert loom.store.held("x")
+    page = carl.post(address, _reason(), follow=True).content.decode()
+    assert "taken over from its holder" in page
+    assert loom.store.held("x") is None
+    assert loom.store.fence("x") > 0
+    assert "recover execution: r" in LogEntry.objects.get().get_change_message()
+    assert carl.post(address, _reason()).status_code == 409  # nobody holds it now

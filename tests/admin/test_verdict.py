@@ -6,6 +6,7 @@ import pytest
 
 from loom_django.kernel.state import Status
 from loom_django.runtime import loom
+from tests.admin import flows
 from tests.admin.conftest import in_doubt, kinds, url, verdict
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -40,3 +41,12 @@ def test_a_verdict_is_previewed_and_then_given(console):
     [resumed] = loom.history("order-1", kinds=["EXECUTION_RESUMED"])
     assert (resumed.data["principal"], resumed.data["reason"]) == ("anna", "seen at the bank")
     assert f"event {resumed.sequence}" in done.content.decode()
+
+
+def test_the_queue_tells_what_the_tool_raised(console):
+    """Class and message: it is the first thing to ask a provider about."""
+    flows.bank.append(ConnectionError("read timed out after 30 s"))
+    in_doubt("order-1")
+    assert "ConnectionError: read timed out after 30 s" in console.get(url("in_doubt")).content.decode()
+    form = console.get(url("execution_verdict", "order-1", step="transfer"))
+    assert "ConnectionError: read timed out after 30 s" in form.content.decode()

@@ -307,6 +307,27 @@ def test_a_fresh_key_is_told_before_and_after():
 
 
 @database
+def test_the_body_goes_on_with_the_engine_of_everybody(monkeypatch):
+    """What watched one act is gone when the flow runs."""
+    flows.ask.using(execution_id="x").start()
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        loom.dispatcher, "dispatch", lambda execution_id, ticket, journal: seen.append(journal.engine)
+    )
+    operators.resume_execution(loom, SHELL, "x", "Approval", question="wait:Approval#1", reason="r")
+    assert seen == [loom.engine]
+
+
+@database
+def test_an_answer_keeps_its_reason():
+    """In the log, beside its principal."""
+    flows.ask.using(execution_id="x").start()
+    operators.resume_execution(loom, SHELL, "x", "Approval", reason=" the boss said so ")
+    [resumed] = loom.history("x", kinds=["EXECUTION_RESUMED"])
+    assert (resumed.data["principal"], resumed.data["reason"]) == ("shell:tests", "the boss said so")
+
+
+@database
 def test_acts_are_logged_with_their_principal(caplog):
     """For whoever watches the log of the process."""
     in_doubt("x")
@@ -334,6 +355,20 @@ def test_recovering_takes_an_execution_from_its_holder(settings):
     assert loom.store.held("x") is None
     assert loom.store.status("x") in (Status.PENDING, Status.RUNNING)
     assert loom.store.fence("x") > 0
+
+
+@database
+def test_recovering_lets_a_poisoned_execution_go_on(settings):
+    """It was parked after too many takeovers; the act answers that park."""
+    settings.LOOM = {"DISPATCHER": "worker", "MAX_RECOVERIES": 1}
+    flows.ask.using(execution_id="x").start()
+    for token in (7, 8):
+        assert loom.store.claim("x", owner="dead:1:a", token=token, ttl=3600)
+        operators.recover_execution(loom, SHELL, "x", reason="again")
+    assert loom.state("x").pending_waits[0].on == "__loom_poisoned__"
+    done = operators.recover_execution(loom, SHELL, "x", reason="fixed its data")
+    assert [event.kind for event in done.events] == ["EXECUTION_RESUMED"]
+    assert loom.store.status("x") == Status.RUNNING
 
 
 @database
