@@ -393,7 +393,7 @@ class Harness:
         """Leave the body so that nothing more is written: its lease stays, as a dead process's does."""
         self._died = True
         body = self._bodies[execution_id]
-        body.sealed = Unwind(Why.LOST)
+        body.sealed = Unwind(Why.CRASHED)
         raise body.sealed
 
     def _take_over(self) -> None:

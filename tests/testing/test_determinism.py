@@ -28,6 +28,7 @@ from tests.testing.flows import (
     repeatable,
     undeclared,
     waits_for_itself,
+    wire_transfer,
 )
 
 pytestmark = pytest.mark.django_db
@@ -100,13 +101,15 @@ def test_an_answer_at_the_moment_of_the_park(loom_harness: Harness, request: pyt
     """What comes after the park is no part of what the body has asked for."""
 
     def answer(execution_id: str, **facts: Any) -> None:
-        loom.resume(execution_id, event_type="Approval")
+        loom.resume(execution_id, event_type="Approval", payload={"by": "anna"})
 
     execution_suspended.connect(answer)
     request.addfinalizer(lambda: execution_suspended.disconnect(answer))
-    handle = reads_a_setting.start()
+    loom_harness.stub(charge, {"id": "ch_1"})
+    loom_harness.stub(wire_transfer, "tx-1")
+    handle = order.start(1, Decimal(1), "DE02")
     loom_harness.run()
-    assert handle.status == Status.COMPLETED
+    assert handle.result() == "paid"
 
 
 def test_a_message_at_the_moment_of_the_park(loom_harness: Harness, request: pytest.FixtureRequest) -> None:
