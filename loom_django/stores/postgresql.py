@@ -235,6 +235,8 @@ class PostgresStore(SqlStore):
         except StoreUnavailableError as error:
             return [error] * len(commits)
         except Exception as error:
+            if self.is_connection_lost(error):  # with a caller's transaction in it
+                return [error] * len(commits)
             if len(commits) > 1:
                 # One that is blocked, refused or broken must not fail its neighbours: each by itself.
                 return [self._land_part([commit])[0] for commit in commits]
@@ -256,20 +258,25 @@ class PostgresStore(SqlStore):
         """Find out why a commit was let fall; one that nothing stands in the way of is sent again.
 
         Nothing does where a rival came and went between the statement's snapshot and now, or where a start
-        found the token of a deleted execution: the second time it moves it.
+        found the token of a deleted execution: the second time it moves it. A look that was cut off says
+        nothing either.
         """
         for _ in range(APPEND_RETRIES):
             try:
                 return self._refusal(commit)
             except LookupError:
-                try:
-                    if commit.execution_id in self._send([commit], with_fences=True):
-                        return None
-                except Error as error:
-                    if sqlstate(error) != "23505":
-                        return self._judge(commit, error)
+                pass
             except Error as error:
+                if not self.is_connection_lost(error) or compat.open_transaction(self.connection):
+                    return error
+            try:
+                if commit.execution_id in self._send([commit], with_fences=True):
+                    return None
+            except StoreUnavailableError as error:
                 return error
+            except Error as error:
+                if sqlstate(error) != "23505":
+                    return self._judge(commit, error)
         return SequenceOccupied(commit.execution_id, commit.first_sequence)
 
     def _send(self, commits: Sequence[Commit], *, with_fences: bool = False) -> set[str]:

@@ -462,6 +462,28 @@ class TestLostConnections(Postgres):
         for log in logs:
             assert len(self.store.read(log.id)) == 2
 
+    def test_a_look_that_is_cut_off_is_no_answer(self, monkeypatch):
+        """The answer to an append is lost, and so is the look at what came of it: it is still found to be there."""
+        log = self.running()
+        lost: list[str] = []
+        plain = PostgresStore._execute
+
+        def execute(store, sql, *args, **kwargs):
+            if "between" in sql and lost.count("look") < 3:
+                lost.append("look")
+                raise OperationalError("gone") from psycopg.OperationalError("gone")
+            rows = plain(store, sql, *args, **kwargs)
+            if "append" not in lost and "loom_event" in sql:
+                lost.append("append")
+                raise OperationalError("gone") from psycopg.OperationalError("gone")
+            return rows
+
+        monkeypatch.setattr(PostgresStore, "_execute", execute)
+        self.store.append(log.commit())
+        assert lost == ["append", "look", "look", "look"]
+        monkeypatch.undo()
+        assert len(self.store.read(log.id)) == 2
+
     def test_a_broken_connection_is_replaced(self):
         """What can be asked twice is asked twice; what cannot is an error, once."""
         log = self.running()
