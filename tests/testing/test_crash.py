@@ -168,10 +168,13 @@ def test_a_crash_of_an_async_step(loom_harness: Harness, point: Any) -> None:
     assert handle.result() == 5
 
 
-def test_a_body_that_catches_everything_writes_nothing_after_its_death(loom_harness: Harness) -> None:
+@pytest.mark.parametrize("point", ["before-effect", "in-effect", "after-effect"])
+def test_a_body_that_catches_everything_writes_nothing_after_its_death(
+    loom_harness: Harness, point: Any
+) -> None:
     """Neither except nor finally gets another word into the log."""
     swallows.using(execution_id="e1").start()
-    loom_harness.crash(once, "after-effect")
+    loom_harness.crash(once, point)
     loom_harness.run()
     assert loom_harness.events("e1") == ["EXECUTION_STARTED", "STEP_STARTED"]
 
