@@ -336,3 +336,18 @@ def test_in_a_testcase_transaction_everything_runs_at_once() -> None:
     from loom_django import definitions
 
     definitions.registry.forget("x.testcase")
+
+
+@pytest.mark.django_db
+def test_waiting_in_a_testcase_for_what_nobody_else_can_end_is_told_at_once() -> None:
+    """No other process sees the test's transaction: without a timeout the wait would be for ever."""
+    from loom_django import definitions
+    from loom_django.errors import ResultTimeoutError
+
+    @flow("x.forever")
+    def body(ctx: FlowContext) -> None:
+        ctx.suspend("Go")
+
+    with pytest.raises(ResultTimeoutError):
+        body.start().result()
+    definitions.registry.forget("x.forever")
