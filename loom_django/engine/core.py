@@ -35,7 +35,7 @@ class Keeper(Protocol):
 
     def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None: ...
 
-    def drop(self, execution_id: str) -> None: ...
+    def drop(self, execution_id: str, token: int) -> None: ...
 
 
 class NoKeeper:
@@ -44,7 +44,7 @@ class NoKeeper:
     def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
         """Nothing to do."""
 
-    def drop(self, execution_id: str) -> None:
+    def drop(self, execution_id: str, token: int) -> None:
         """Nothing to do."""
 
 

@@ -103,7 +103,7 @@ def run_execution(
         return _ended(body, token, *_run(body))
     finally:
         _current.depth -= 1
-        engine.keeper.drop(execution_id)
+        engine.keeper.drop(execution_id, token)
 
 
 def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | None:

@@ -24,7 +24,6 @@ IDLE = 5.0
 
 @dataclass(slots=True)
 class _Held:
-    token: int
     since: float
     on_lost: Callable[[], None]
 
@@ -40,9 +39,11 @@ class LeaseKeeper:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._condition = threading.Condition()
-        self._held: dict[str, _Held] = {}
+        # By execution and token: one process may claim an execution again while the old body still hangs.
+        self._held: dict[tuple[str, int], _Held] = {}
         self._thread: threading.Thread | None = None
-        self.broken = False
+        self._keeping = False
+        self.broken = False  # a thread has broken off at some time, even if another one took over
 
     def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
         """Renew this lease from now on; ``on_lost`` is called, from another thread, when it is lost."""
@@ -51,16 +52,17 @@ class LeaseKeeper:
         if self._pid != os.getpid():
             self._begin()  # a forked child has neither the thread nor its leases
         with self._condition:
-            self._held[execution_id] = _Held(token, time.monotonic(), on_lost)
-            if self._thread is None:
+            self._held[execution_id, token] = _Held(time.monotonic(), on_lost)
+            if not self._keeping:
+                self._keeping = True
                 self._thread = threading.Thread(target=self._keep, name="loom-leases", daemon=True)
                 self._thread.start()
             self._condition.notify()
 
-    def drop(self, execution_id: str) -> None:
+    def drop(self, execution_id: str, token: int) -> None:
         """Renew it no longer."""
         with self._condition:
-            self._held.pop(execution_id, None)
+            self._held.pop((execution_id, token), None)
 
     def held(self) -> int:
         """How many leases are being renewed."""
@@ -73,7 +75,11 @@ class LeaseKeeper:
                 self._wait_for_renewal()
                 self.tick()
         except BaseException:
-            self.broken = True  # a process whose leases are not renewed must not go on as if they were
+            with self._condition:
+                self.broken = (
+                    True  # a worker ends; in a web process the next body's lease begins another thread
+                )
+                self._keeping = False
             log.exception("the thread that renews leases broke off")
         finally:
             self._store.close_connections()
@@ -85,7 +91,7 @@ class LeaseKeeper:
         with self._condition:
             if self._condition.wait_for(lambda: self._held, IDLE):
                 return True
-            self._thread = None
+            self._keeping = False
             return False
 
     def _wait_for_renewal(self) -> None:
@@ -98,32 +104,36 @@ class LeaseKeeper:
         limit = self._settings().EXECUTE_TIMEOUT
         with self._condition:
             now = time.monotonic()
-            overdue = [(name, held) for name, held in self._held.items() if now - held.since > limit]
-            for name, _ in overdue:
-                del self._held[name]
+            overdue = [(lease, held) for lease, held in self._held.items() if now - held.since > limit]
+            for lease, _ in overdue:
+                del self._held[lease]
             current = dict(self._held)
-        for name, held in overdue:
-            log.warning("a body has run for longer than EXECUTE_TIMEOUT", extra={"execution_id": name})
+        for lease, held in overdue:
+            log.warning("a body has run for longer than EXECUTE_TIMEOUT", extra={"execution_id": lease[0]})
             held.on_lost()
         if current:
             self._renew(current)
 
-    def _renew(self, current: dict[str, _Held]) -> None:
-        leases = [(name, held.token) for name, held in current.items()]
+    def _renew(self, current: dict[tuple[str, int], _Held]) -> None:
+        # The store's answer names executions, so two leases of one, of which at most one is good, go apart.
+        latest = dict(current.keys())
+        earlier = {lease: held for lease, held in current.items() if latest[lease[0]] != lease[1]}
         try:
-            kept = self._store.renew(leases, ttl=self._settings().LEASE_TTL)
+            kept = self._store.renew(list(latest.items()), ttl=self._settings().LEASE_TTL)
             self._store.measure()
         except Exception as exc:
             log.warning("leases could not be renewed: %s", exc)
             return
-        for name, held in current.items():
-            if name not in kept:
-                self._lost(name, held)
+        for lease in latest.items():
+            if lease[0] not in kept:
+                self._lost(lease, current[lease])
+        if earlier:
+            self._renew(earlier)
 
-    def _lost(self, name: str, held: _Held) -> None:
+    def _lost(self, lease: tuple[str, int], held: _Held) -> None:
         with self._condition:
-            if self._held.get(name) is not held:
+            if self._held.get(lease) is not held:
                 return  # it parked or ended meanwhile
-            del self._held[name]
-        log.info("a lease was lost", extra={"execution_id": name})
+            del self._held[lease]
+        log.info("a lease was lost", extra={"execution_id": lease[0]})
         held.on_lost()

@@ -49,7 +49,8 @@ class WorkerService:
         self.on_free = on_free
         self.draining = threading.Event()
         self.claimed = 0
-        self._held: set[str] = set()
+        # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
+        self._held: set[Claimed] = set()
         self._condition = threading.Condition()
         self._claims: queue.SimpleQueue[Claimed | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -64,7 +65,7 @@ class WorkerService:
     def held(self) -> set[str]:
         """The ids of the executions whose bodies are running now."""
         with self._condition:
-            return set(self._held)
+            return {claim.execution_id for claim in self._held}
 
     @property
     def exhausted(self) -> bool:
@@ -98,7 +99,7 @@ class WorkerService:
 
     def _submit(self, claim: Claimed) -> None:
         with self._condition:
-            self._held.add(claim.execution_id)
+            self._held.add(claim)
             self.claimed += 1
             short = len(self._held) > len(self._threads)
         self._claims.put(claim)
@@ -134,7 +135,7 @@ class WorkerService:
         finally:
             store.close_old_connections()
             with self._condition:
-                self._held.discard(claim.execution_id)
+                self._held.discard(claim)
                 self._condition.notify_all()
             self.on_free()
 

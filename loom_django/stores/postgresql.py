@@ -42,6 +42,7 @@ WORDS: Final = {
     "time": "cast(extract(epoch from {0}) * 1000000 as bigint)",
     "text": "cast({0} as text)",
     "is": "is not distinct from",
+    "known": "json_each_text(cast(%(known)s as json))",
     "lock": "for update",
     "lock_free": "for no key update of {0} skip locked",
 }
@@ -109,16 +110,18 @@ OWN: Final = named(
     ),
     Statement(
         "renew",
-        "All leases of a process at once; locked in order of id, as appends lock them.",
+        "All leases of a process at once. A row that somebody holds for long must not let the others expire, "
+        "so it is left out, and its lease is still ours for as long as the token says so.",
         """
-        with ours as materialized (
-            select x.id from loom_execution x
-            join json_to_recordset(cast(%(leases)s as json)) as l(id text, token bigint)
-            on l.id = x.id and l.token = x.lease_token
-            order by x.id for no key update of x
+        with leases as materialized (
+            select id, token from json_to_recordset(cast(%(leases)s as json)) as l(id text, token bigint)
+        ), free as materialized (
+            select x.id from loom_execution x join leases l on l.id = x.id and l.token = x.lease_token
+            order by x.id $lock_free(x)
+        ), renewed as (
+            update loom_execution x set lease_until = $later(ttl) from free where x.id = free.id
         )
-        update loom_execution x set lease_until = $later(ttl) from ours where x.id = ours.id
-        returning x.id
+        select x.id from loom_execution x join leases l on l.id = x.id and l.token = x.lease_token
         """,
         repeatable=True,
     ),

@@ -348,6 +348,19 @@ class TestNoDeadlock(Postgres):
         for thread in threads:
             thread.join()
 
+    def test_a_row_that_somebody_holds_does_not_stall_the_renewal_of_others(self):
+        """A view may hold an execution for longer than a lease lasts; the lease is ours all the same."""
+        mine, free, gone = (self.started(held_by("me", token, 10)) for token in (1, 2, 3))
+        before = self.store.now()
+        wanted = [(mine.id, 1), (free.id, 2), (gone.id, 99)]
+        with holding(f"select from loom_execution where id in ('{mine.id}', '{gone.id}') for update"):
+            renewing = InThread(
+                lambda: self.store.renew(wanted, ttl=60), session="set statement_timeout = '10s'"
+            )
+            assert renewing.join() == {mine.id, free.id}
+        lease = self.store.held(free.id)
+        assert lease.until >= before + timedelta(seconds=60)
+
     def test_a_claim_waits_for_a_fence_without_holding_its_row(self):
         """Whoever holds the fence goes on to the execution's row; the claim has committed its own by then."""
         log = self.started()
