@@ -663,6 +663,29 @@ class EventStoreConformance(StoreConformance):
             assert [event.sequence for event in self.store.read(log.id)] == [1, 2, 3, 4, 5]
             assert self.owner(log) == "parked"
 
+    def test_many_with_owners_of_their_own(self) -> None:
+        """In one call some keep their owner, others begin, park, go on and end: each is owned as it says."""
+        kept, parks, goes_on, ends, begins = (
+            self.started(held_by("me", 7)),
+            self.running(),
+            self.parked(),
+            self.running(),
+            self.log(),
+        )
+        lease = self.store.held(kept.id)
+        commits = [
+            kept.commit(),
+            parks.park(wakes=0),
+            goes_on.answer(held_by("next", 9)),
+            ends.end(),
+            begins.start(),
+        ]
+        assert self.store.append_many(commits) == [None] * 5
+        assert self.store.held(kept.id) == lease
+        assert [self.owner(log) for log in (kept, parks, goes_on, ends, begins)] == [
+            "held", "parked", "held", "finished", "ready",
+        ]  # fmt: skip
+
     def test_behind_a_refused_one_all_are_refused(self) -> None:
         """What follows a refused commit of its execution is refused too, and leaves no gap."""
         log, other = self.running(), self.running()

@@ -235,6 +235,33 @@ class TestLockWaits(Postgres):
         with pytest.raises(StaleFenceError):
             waiting.join()
 
+    def test_a_member_s_first_park_meets_an_acquirer(self):
+        """The chain's row is there and its count is right; its own row is made meanwhile, with a token."""
+        first, log = self.parked(), self.running()
+        with holding(
+            f"insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence) "
+            f"values ('{log.id}', 1, 0, 0, 0)"
+        ) as rival:
+            waiting = self.append_in_thread(log.park(wakes=0, wakes_of=first.id))
+            wait_until_blocked()
+            rival.commit()
+        with pytest.raises(StaleFenceError):
+            waiting.join()
+
+    def test_a_member_s_park_meets_a_sender_to_its_chain(self):
+        """Its own row is there; the chain's is made meanwhile, with a wake."""
+        first, log = self.log(), self.parked()
+        self.store.append(log.answer(held_by()))
+        with holding(
+            f"insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence) "
+            f"values ('{first.id}', 0, 1, 0, 0)"
+        ) as rival:
+            waiting = self.append_in_thread(log.park(wakes=0, wakes_of=first.id))
+            wait_until_blocked()
+            rival.commit()
+        with pytest.raises(WakesMoved):
+            waiting.join()
+
     def test_a_park_that_looked_at_nothing_is_sent_again(self):
         """A row made meanwhile refuses the statement; nothing is in the way then, so it lands."""
         log = self.running()
