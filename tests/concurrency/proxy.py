@@ -74,6 +74,7 @@ class Proxy:
         self.cut: Cut | None = None
         self.trips: list[RoundTrip] = []
         self.connections = 0
+        self.refused = 0
         self.refusing = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -95,6 +96,7 @@ class Proxy:
             except OSError:
                 return
             if self.refusing:
+                self.refused += 1
                 client.close()
                 continue
             link = _Link(self, client)

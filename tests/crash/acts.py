@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from django.core.management import call_command
+from django.db import connections, transaction
 
-from loom_django import loom
+from loom_django import LoomError, loom
 from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, TERMINAL_STATUSES
 from loom_django.models import Execution
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.recovery import recover_abandoned
 from loom_django.services.timers import TimerService
 from tests.crash.stage import PATIENCE, stage
+from tests.shop.models import Order
 
 
 def start(flow: str, *ids: str, args: tuple[Any, ...] = ()) -> list[str]:
@@ -27,7 +35,10 @@ def start(flow: str, *ids: str, args: tuple[Any, ...] = ()) -> list[str]:
 def command(*argv: str) -> str:
     """A management command, in this process's main thread."""
     out = io.StringIO()
-    call_command(*argv, stdout=out)
+    try:
+        call_command(*argv, stdout=out)
+    finally:
+        sys.stdout.write(out.getvalue())
     return out.getvalue()
 
 
@@ -104,6 +115,100 @@ def _answer(execution_id: str, verdict: str) -> None:
         return
 
 
+def work_while_starting(flow: str, count: int, prefix: str) -> int:
+    """A worker with recovery in this process, while another thread of it starts executions in a tight loop."""
+
+    def start_all() -> None:
+        try:
+            ids = [f"{prefix}-{number}" for number in range(count)]
+            for id in ids:
+                loom.start(flow, args=(0,), execution_id=id)
+            deadline = time.monotonic() + PATIENCE
+            while _living() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        finally:
+            connections.close_all()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    starter = threading.Thread(target=start_all)
+    starter.start()
+    call_command("run_loom_worker", stdout=io.StringIO())
+    starter.join()
+    return len(_living())
+
+
+def recover_until(file: str) -> int:
+    """Recovery passes without a pause, until a file is there."""
+    recovered = 0
+    while not Path(file).exists():
+        recovered += recover_abandoned(loom, leases=loom.store).recovered
+    return recovered
+
+
+def cancel_until(file: str) -> int:
+    """Cancel whatever lives, without a pause, until a file is there."""
+    cancelled = 0
+    while not Path(file).exists():
+        for execution_id, *_ in _living():
+            with suppress(LoomError):
+                loom.cancel(execution_id)
+                cancelled += 1
+    return cancelled
+
+
+def write_orders(count: int, prefix: str) -> int:
+    """What a web process does meanwhile: rows, and starts in the same transaction."""
+    for number in range(count):
+        with transaction.atomic():
+            Order.objects.create(customer="web", amount=1, note="web")
+            loom.start("played", execution_id=f"{prefix}-{number}")
+    return count
+
+
+def in_thread(act: str, *args: Any) -> Any:
+    """An act in a thread that is not the main one."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(ACTS[act](*args))
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def break_lease_keeper() -> None:
+    """From now on the thread that renews this process's leases dies at its first renewal."""
+
+    def tick() -> None:
+        raise MemoryError("no more")
+
+    loom.engine.keeper.tick = tick  # type: ignore[attr-defined]
+
+
+def start_in_a_fork(flow: str, first: str, second: str) -> int:
+    """Run one execution here and another one in a forked child, which has the lease thread of neither."""
+    loom.start(flow, execution_id=first)
+    connections.close_all()
+    pid = os.fork()
+    if not pid:
+        code = 70
+        try:
+            loom.start(flow, execution_id=second)
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 ACTS: dict[str, Callable[..., Any]] = {
-    call.__name__: call for call in (start, command, resume, resolve, send, cancel, count_statements, heal)
-}
+    call.__name__: call
+    for call in (
+        start, command, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
+        recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, start_in_a_fork,
+    )
+}  # fmt: skip

@@ -70,6 +70,7 @@ def _prepare(job: dict[str, Any]) -> None:
         stage.arm(point, step, times=times, act=act)
     loom.engine.crash_point = stage.engine_reached
     _watch_appends(loom.store, stage)
+    _say_when_draining()
     if job.get("statement"):
         stage.watch_statements(*job["statement"])
     if job.get("carry"):
@@ -87,6 +88,19 @@ def _watch_appends(store: Any, stage: Any) -> None:
         append(commit)
 
     store.append = watched
+
+
+def _say_when_draining() -> None:
+    """A test must know when a signal has been heard."""
+    from loom_django.services.worker import WorkerService
+
+    drain = WorkerService.drain
+
+    def told(self: Any, grace: float) -> bool:
+        print("draining", flush=True)
+        return drain(self, grace)
+
+    WorkerService.drain = told  # type: ignore[method-assign]
 
 
 def serve() -> None:

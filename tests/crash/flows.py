@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +324,35 @@ def idle_then_wait(ctx: FlowContext, count: int) -> Any:
     for number in range(count):
         ctx.run(idle_step.keyed(number))
     return ctx.suspend("Go")
+
+
+@tool(transactional=True)
+def gated_in_transaction(ctx: StepContext) -> str:
+    Order.objects.create(customer="crash", amount=1, note=ctx.execution_id)
+    return _stay(ctx)
+
+
+@flow("gate-in-transaction", steps=[gated_in_transaction])
+def gate_in_transaction(ctx: FlowContext) -> str:
+    return ctx.run(gated_in_transaction)
+
+
+def _end_as_any_process() -> None:
+    """A forked process's work: nothing, and its end with all that Python does then."""
+
+
+@tool(idempotent=True)
+def forking(ctx: StepContext) -> int:
+    effect(ctx)
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    child = multiprocessing.get_context("fork").Process(target=_end_as_any_process)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads is just what is tried
+        child.start()
+    child.join()
+    return int(child.exitcode or 0)
+
+
+@flow("forks", steps=[quick, forking, charge])
+def forks(ctx: FlowContext) -> list[Any]:
+    return [ctx.run(quick), ctx.run(forking), ctx.run(charge)]

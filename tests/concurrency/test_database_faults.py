@@ -1,0 +1,208 @@
+"""Connections that go, a server that is away, another alias, forks: the work goes on, once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from loom_django.kernel.state import Status
+from loom_django.runtime import loom
+from tests.concurrency.proxy import Proxy
+from tests.crash.kit import (
+    Child,
+    Lab,
+    Zygote,
+    check_history,
+    eventually,
+    finished,
+    lines_with,
+    only_postgresql,
+    rows_of,
+    standing,
+    state,
+)
+
+SHORT = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
+# Seconds without a server; a minute in the fault that this is about.
+OUTAGE = 3.0
+# A worker has three services and a renewing thread, each trying again after 0.5, 1, 2 … seconds.
+MOST_ATTEMPTS = 4 * 4
+
+
+@pytest.fixture
+def proxy(lab: Lab) -> Iterator[Proxy]:
+    settings = connection.settings_dict
+    with Proxy(settings["HOST"], int(settings["PORT"])) as running:
+        yield running
+
+
+def cut_all_connections() -> int:
+    """As a load balancer or an administrator would, for all but the test's own."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "select count(pg_terminate_backend(pid)) from pg_stat_activity "
+            "where datname = current_database() and pid <> pg_backend_pid()"
+        )
+        return int(cursor.fetchone()[0])
+
+
+def await_idle(worker: Child) -> None:
+    """Wait until the worker has its connection and has looked for work once."""
+    eventually(lambda: _connections() > 0, "the worker is connected")
+
+
+def _connections() -> int:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "select count(*) from pg_stat_activity "
+            "where datname = current_database() and pid <> pg_backend_pid() and state = 'idle'"
+        )
+        return int(cursor.fetchone()[0])
+
+
+@only_postgresql
+@pytest.mark.parametrize("max_age", [0, 60, None])
+def test_connections_that_are_cut_while_idle(lab: Lab, max_age: int | None):
+    """Whatever CONN_MAX_AGE is, the first query after the cut ends no worker and fails no step."""
+    database = {"CONN_MAX_AGE": max_age}
+    worker = lab.spawn("command", "run_loom_worker", loom=SHORT, database=database)
+    for number in range(2):
+        await_idle(worker)
+        eventually(cut_all_connections, "there was a connection to cut")
+        lab.run("start", "played", f"x-{number}", database=database)
+        eventually(lambda: loom.store.status(f"x-{number}") is Status.SUSPENDED, "it is served")  # noqa: B023
+    assert not worker.over
+    for number in range(2):
+        assert rows_of(f"x-{number}") == 1
+        assert len(lab.effects(f"x-{number}")) == 4
+        check_history(f"x-{number}")
+
+
+@only_postgresql
+def test_connections_that_are_cut_between_two_steps(lab: Lab):
+    """A step does not notice; its outcome is written on a new connection, and so is the renewal."""
+    lab.run("start", "gate", "x", loom=SHORT)
+    worker = lab.spawn("command", "run_loom_worker", loom=SHORT)
+    lab.await_effect("x")
+    eventually(cut_all_connections, "there was a connection to cut")
+    lab.open_gate("x")
+    eventually(lambda: finished("x"), "it goes on")
+    assert [line["step"] for line in lab.effects("x")] == ["gated", "charge"]
+    assert not worker.over
+    check_history("x")
+
+
+@only_postgresql
+def test_connections_that_are_cut_inside_a_transaction(lab: Lab):
+    """A transactional step that loses its connection left nothing, and runs again."""
+    lab.run("start", "gate-in-transaction", "x", loom=SHORT)
+    worker = lab.spawn("command", "run_loom_worker", loom=SHORT)
+    lab.await_effect("x")
+    eventually(cut_all_connections, "there was a connection to cut")
+    lab.open_gate("x")
+    eventually(lambda: finished("x"), "it goes on")
+    assert state("x").status is Status.COMPLETED, worker.log
+    assert len(lab.effects("x")) == 2
+    assert rows_of("x") == 1
+    check_history("x")
+
+
+@only_postgresql
+def test_a_server_that_is_away_for_a_while(lab: Lab, proxy: Proxy):
+    """Few attempts, few lines, and everything works when it is back: loops, a step in hand, its renewal."""
+    lab.run("start", "gate", "x")
+    ready = lab.folder / "ready"
+    worker = lab.spawn("command", "run_loom_worker", "--ready-file", str(ready), database=proxy.address)
+    lab.await_effect("x")
+    eventually(lambda: healthy(ready) is True, "the worker says that all is well")
+    before = proxy.connections
+    with proxy.down():
+        eventually(lambda: healthy(ready) is False, "the worker says that all is not well")
+        _let_pass(OUTAGE)
+        lab.open_gate("x")
+    attempts = proxy.refused
+    assert 0 < attempts <= MOST_ATTEMPTS, attempts
+    lab.run("start", "one-idempotent", "y", args=[0])
+    eventually(lambda: finished("x") and finished("y"), "both are served")
+    eventually(lambda: healthy(ready) is True, "the worker says that all is well again")
+    assert not worker.over
+    assert proxy.connections > before
+    assert len(lines_with(worker.log, "ERROR")) <= MOST_LINES, worker.log
+    assert [line["step"] for line in lab.effects("x")] == ["gated", "charge"]
+    check_history("x")
+
+
+# One per service and one for the renewals, whatever the length of the outage.
+MOST_LINES = 4
+
+
+def healthy(file: Path) -> bool | None:
+    return bool(json.loads(file.read_text())["healthy"]) if file.exists() else None
+
+
+def _let_pass(seconds: float) -> None:
+    """The outage itself has a length; nothing is waited for."""
+    time.sleep(seconds)
+
+
+def test_another_alias(
+    child_env: Callable[..., dict[str, str]], zygotes: dict[str, Zygote], tmp_path: Path, lab: Lab
+):
+    """With loom and its flows on an alias of their own, "default" is asked nothing: it would refuse."""
+    env = {**lab.env, "LOOM_TEST_ALIAS": "loom"}
+    apart = Lab(tmp_path, env, zygotes.setdefault("alias", Zygote(env)))
+    orphan = apart.spawn(
+        "start", "played", "z", loom={"DISPATCHER": "inline"}, points=[("after-effect", "book", 1, "die")]
+    )
+    orphan.wait()
+    apart.run("start", "played", "x", loom={"DISPATCHER": "inline"})
+    apart.run("start", "played", "y")
+    apart.run("command", "run_loom_worker", "--once")
+    apart.pass_time()
+    apart.run("command", "loom_recover")
+    apart.run("command", "run_loom_timers", "--once")
+    apart.run("command", "run_loom_worker", "--once")
+    apart.run("command", "loom_census")
+    apart.run("command", "loom_verify")
+    apart.run("heal")
+    for id in "xyz":
+        assert standing(id) == "finished"
+        assert rows_of(id) == 1
+        check_history(id)
+    apart.close()
+
+
+def test_a_step_that_forks(lab: Lab):
+    """A child that a step forks and that ends as any process does takes nothing of its parent's with it."""
+    lab.run("start", "forks", "x")
+    lab.run("command", "run_loom_worker", "--once")
+    assert state("x").status is Status.COMPLETED, state("x").error
+    assert len(lab.effects("x")) == 3
+    check_history("x")
+
+
+def test_a_process_that_forked_after_it_ran_something(lab: Lab):
+    """The child renews its own leases: it has neither the thread nor the leases of its parent."""
+    lab.open_gate("first")
+    child = lab.spawn("start_in_a_fork", "gate", "first", "second", loom={**SHORT, "DISPATCHER": "inline"})
+    lab.await_effect("second")
+    held = loom.store.held("second")
+    assert held is not None
+    assert held.owner.split(":")[1] != str(child.pid)
+    eventually(lambda: _renewed("second", held), "the lease is renewed in the fork")
+    lab.open_gate("second")
+    assert child.wait() == 0, child.log
+    assert child.value == 0, child.log
+    assert {state(id).status for id in ("first", "second")} == {Status.COMPLETED}
+    assert len(lab.effects("second")) == 2
+
+
+def _renewed(id: str, before: Any) -> bool:
+    now = loom.store.held(id)
+    return now is not None and now.token == before.token and now.until > before.until
