@@ -13,10 +13,10 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 from uuid import UUID
 
 from loom_django.conf import LoomSettings
@@ -34,6 +34,7 @@ from loom_django.errors import (
     LoomError,
     OpenTransactionError,
     UndeclaredStepError,
+    UnreadableValueError,
     WaitTimedOut,
 )
 from loom_django.kernel import codec, keys
@@ -48,6 +49,8 @@ from loom_django.kernel.state import (
     is_reserved,
 )
 from loom_django.stores.base import NOBODY, TimerRow, WakesMoved
+
+T = TypeVar("T")
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 
@@ -139,10 +142,10 @@ class Body:
 
     def land(self, **what: Any) -> None:
         """Make the kept facts durable, or stop the body."""
-        if self.sealed is not None and self.sealed.why is Why.LOST:
-            raise self.sealed
         try:
-            self.journal.land(**what)
+            self.journal.land(
+                **what
+            )  # a lease may be over: whether the append still holds is the store's to say
         except WakesMoved:
             raise
         except LOST as exc:
@@ -151,11 +154,28 @@ class Body:
             raise self.seal(Why.STORE, exc) from exc
         self.landed_once = True
 
+    def ask_store(self, call: Callable[[], T]) -> T:
+        """Read from the store; a flow is not to take a database's outage for an outcome."""
+        try:
+            return call()
+        except Exception as exc:
+            raise self.seal(Why.STORE, exc) from exc
+
+    def decode(self, tree: Any) -> Any:
+        """A recorded value. One that this code cannot read leaves the execution alone, it does not fail it."""
+        try:
+            return codec.decode(tree)
+        except UnreadableValueError as exc:
+            raise self.seal(Why.REFUSED, exc) from exc
+
+    @property
+    def deferred(self) -> bool:
+        return (self.flow.durability or self.settings.DURABILITY) == "deferred"
+
     def may_defer(self) -> bool:
         """True if a boundary may wait under ``durability="deferred"``."""
-        durability = self.flow.durability or self.settings.DURABILITY
         kept = self.journal.kept
-        if durability != "deferred" or not self.landed_once or not kept:
+        if not self.deferred or not self.landed_once or not kept:
             return False
         age = self.journal.stamp() - kept[0].data["at"]
         return len(kept) < DEFERRED_EVENTS and age < DEFERRED_MICROS
@@ -252,16 +272,18 @@ class Body:
             wakes = yield Io(self._wakes)
             taken = yield Io(lambda: self._take_message(wait_id, name))
             if taken:
+                if self.deferred:
+                    yield Io(self.land)  # a message that was taken must not come again after an effect
                 return self._take(self.journal.fold.waits[wait_id], live=True)
             # A message that came since the look refuses the park: the body looks again.
             yield from self._park(Wait(wait_id, ON_MESSAGE, name, wake_at), wakes=wakes)
 
     def _wakes(self) -> int:
-        return self.engine.store.wakes(self.execution_id)
+        return self.ask_store(lambda: self.engine.store.wakes(self.execution_id))
 
     def _take_message(self, wait_id: str, name: str) -> bool:
         fold = self.journal.fold
-        for message in self.engine.store.inbox(self.execution_id, name):
+        for message in self.ask_store(lambda: self.engine.store.inbox(self.execution_id, name)):
             if message.number not in fold.messages:
                 fields = message_fields(
                     wait_id, message.name, message.number, message.message_id, message.body
@@ -273,10 +295,13 @@ class Body:
 
     def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
         self.enter("decide")
+        self._checked(lambda: keys.check_id(decision_id, "decision id"))
+        if not callable(decider):
+            self.refuse(InvalidInputError(f"the decider of {decision_id!r} is a function, not {decider!r}"))
         known = self.journal.fold.decisions.get(decision_id)
         if known is not None:
             self.served(known.at)
-            return codec.decode(known.value)
+            return self.decode(known.value)
         if inspect.signature(decider).parameters:
             self.refuse(InvalidInputError(f"the decider of {decision_id!r} must take no arguments"))
         outcome: Outcome = yield Invoke(decider, inspect.iscoroutinefunction(decider), None, _ignore_late)
@@ -329,7 +354,7 @@ class Body:
         if wait.status is WaitStatus.TIMED_OUT:
             on = wait.correlation_key or wait.on if wait.on == ON_MESSAGE else wait.on
             raise WaitTimedOut(on, wait.correlation_key, from_micros(wait.answered_at))
-        return codec.decode(wait.answer)
+        return self.decode(wait.answer)
 
     def _timeout_at(self, timeout: Duration | None) -> int | None:
         if timeout is None:
@@ -353,16 +378,16 @@ class Body:
 
         Returns only if ``wakes`` moved: then nothing was written.
         """
-        self.journal.record(Kind.EXECUTION_SUSPENDED, park_fields(reason, waits, error))
         timers = tuple(
             TimerRow(self.execution_id, from_micros(wait.wake_at))
             for wait in waits
             if wait.wake_at is not None
         )
+        self.journal.record(Kind.EXECUTION_SUSPENDED, park_fields(reason, waits, error))
         try:
             self.land(ownership=NOBODY, timers=timers, wakes=wakes)
         except WakesMoved:
-            self.journal.rebase(self.journal.kept[:-1])
+            self.ask_store(lambda: self.journal.rebase(self.journal.kept[:-1]))
             return
         raise self.seal(Why.PARKED)
 
@@ -429,7 +454,14 @@ def metered(resource: str, amount: Any) -> dict[str, Any]:
 
 
 def is_aware(when: object) -> bool:
-    return isinstance(when, datetime) and when.utcoffset() is not None
+    """True for an aware datetime that is a point in time in UTC too."""
+    if not isinstance(when, datetime) or when.utcoffset() is None:
+        return False
+    try:
+        when.astimezone(UTC)
+    except OverflowError:
+        return False
+    return True
 
 
 def source_line() -> str:

@@ -18,10 +18,19 @@ def flow_for(engine: Engine, fold: Fold) -> Flow[..., Any]:
     """The registered flow for a log.
 
     Raises:
-        FlowCodeMismatchError: none has the recorded structure (``kind`` "structure"), or the one that has it
-            has another body (``kind`` "code"). The message names the ways out.
+        FlowCodeMismatchError: none has the recorded structure (``kind`` "structure"), the one that has it has
+            another body ("code"), or all are older ("version"), or there is no such flow here
+            ("flow"). The message names the ways out.
     """
     versions = engine.registry.versions(fold.flow_id)
+    if versions and fold.version > max(versions):
+        raise FlowCodeMismatchError(
+            fold.execution_id,
+            "version",
+            str(fold.version),
+            str(max(versions)),
+            ["a newer release started it"],
+        )
     matching = {number: flow for number, flow in versions.items() if flow.flow_hash == fold.flow_hash}
     if not matching:
         raise _structure(fold, versions)
@@ -48,9 +57,7 @@ def _same_code(flow: Flow[..., Any], recorded: str) -> bool:
 def _structure(fold: Fold, versions: dict[int, Flow[..., Any]]) -> FlowCodeMismatchError:
     nearest = versions.get(fold.version) or (versions[max(versions)] if versions else None)
     if nearest is None:
-        return FlowCodeMismatchError(
-            fold.execution_id, "structure", fold.flow_hash, "no such flow", [f"flow {fold.flow_id!r} is gone"]
-        )
+        return FlowCodeMismatchError(fold.execution_id, "flow", fold.flow_id, "no flow of that id here")
     recorded = {frame.step_id.split("#", 1)[0] for frame in fold.frames.values()}
     gone = [f"step {step!r} is gone" for step in sorted(recorded - set(nearest.steps))]
     return FlowCodeMismatchError(fold.execution_id, "structure", fold.flow_hash, nearest.flow_hash, gone)

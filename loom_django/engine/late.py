@@ -19,9 +19,13 @@ log = logging.getLogger("loom_django.late")
 MAX_ERROR_BYTES: Final = 2000
 
 
-def note_late_result(engine: Engine, execution_id: str, step_id: str, outcome: Outcome) -> None:
+def note_late_result(engine: Engine, execution_id: str, step_id: str, outcome: Outcome, attempt: int) -> None:
     """Append EFFECT_RETURNED_LATE; a failure to do so is logged, since no caller is left to hear it."""
-    fields: dict[str, object] = {"step": step_id, "elapsed_ms": round(outcome.elapsed * 1000)}
+    fields: dict[str, object] = {
+        "step": step_id,
+        "attempt": attempt,
+        "elapsed_ms": round(outcome.elapsed * 1000),
+    }
     try:
         fields |= _ending(engine, outcome)
         note(engine, execution_id, Kind.EFFECT_RETURNED_LATE, fields)

@@ -33,7 +33,7 @@ from loom_django.errors import (
 )
 from loom_django.kernel import codec
 from loom_django.kernel.events import Kind
-from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, Wait
+from loom_django.kernel.state import ON_ERROR, Status, Wait
 from loom_django.stores.base import NOBODY
 
 log = logging.getLogger("loom_django.run")
@@ -109,8 +109,8 @@ def run_execution(
 def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | None:
     """The registered flow for a log; None, with the execution handed back, if this node cannot serve it."""
     fold = journal.fold
-    if fold.status in TERMINAL_STATUSES:
-        return None
+    if fold.status not in (Status.PENDING, Status.RUNNING):
+        return None  # its former owner parked or ended it between the takeover and the fence
     about = {"execution_id": fold.execution_id, "flow_id": fold.flow_id}
     try:
         flow = flow_for(engine, fold)
@@ -137,7 +137,7 @@ def _run(body: Body) -> tuple[Any, BaseException | None]:
         doubts = open_doubts(body.journal.fold)
         if doubts:
             body.park_in_doubt(doubts, LOST_IN_DOUBT)
-        args, kwargs = body.flow.unbind(codec.decode(body.journal.fold.input))
+        args, kwargs = body.flow.unbind(body.decode(body.journal.fold.input))
         context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
         driver: Any = body.driver
         value = driver.run_body(lambda: body.flow.func(context, *args, **kwargs))
@@ -177,6 +177,9 @@ def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
         if cause is not None:
             raise cause
         return Ended.PARKED
+    if unwind.why is Why.REFUSED:
+        _refuse(body, token, cause)
+        return Ended.REFUSED
     if unwind.why is Why.INTERRUPTED:
         _hand_back(body, token)
         if cause is not None and _in_main_thread():
@@ -191,6 +194,16 @@ def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
         extra={"execution_id": body.execution_id, "flow_id": body.flow.id},
     )
     return Ended.LOST
+
+
+def _refuse(body: Body, token: int, cause: BaseException | None) -> None:
+    """Leave an execution alone that this code cannot read; a node, or a later release, that can goes on."""
+    log.error(
+        "an execution is left alone: %s",
+        cause,
+        extra={"execution_id": body.execution_id, "flow_id": body.flow.id},
+    )
+    body.engine.store.release(body.execution_id, token, delay=REFUSED_DELAY)
 
 
 def _hand_back(body: Body, token: int) -> None:

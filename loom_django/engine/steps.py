@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from loom_django.definitions import Tool
-from loom_django.engine.core import from_micros
+from loom_django.engine.core import from_micros, random_token
+from loom_django.engine.doubt import doubt_waits
 from loom_django.engine.drive import Invoke, Io, Outcome, Pause, Steps
 from loom_django.engine.late import note_late_result
 from loom_django.engine.unwind import Unwind, Why
@@ -25,10 +26,11 @@ from loom_django.errors import (
     PayloadTooLargeError,
     StaleFenceError,
     StepFailed,
+    StoreUnavailableError,
 )
 from loom_django.kernel import backoff, codec, keys
 from loom_django.kernel.events import Encoded, Event, Kind
-from loom_django.kernel.failures import describe_error
+from loom_django.kernel.failures import bounded, describe_error
 from loom_django.kernel.state import ON_RETRY, Frame, FrameStatus, Wait
 from loom_django.stores.base import SequenceOccupied
 
@@ -100,6 +102,8 @@ def perform(
     given = _encode_arguments(body, step_id, tool, args, kwargs)
     while True:
         frame = body.journal.fold.frames.get(step_id)
+        if frame is not None and frame.status is FrameStatus.IN_DOUBT:
+            yield from _park_again(body, frame)
         if frame is not None and frame.status is FrameStatus.RETRYING:
             yield from _await_retry(body, frame)
         outcome = yield from _attempt(body, step_id, tool, given)
@@ -110,10 +114,16 @@ def perform(
 _AGAIN: Final = object()
 
 
+def _park_again(body: Body, frame: Frame) -> Steps[NoReturn]:
+    """A doubt is a person's to settle, whatever woke the body; it is never a reason to run the step."""
+    yield Io(lambda: body.park("effect-indoubt", doubt_waits([frame])))
+    raise AssertionError("a park does not return")
+
+
 def _serve(body: Body, frame: Frame) -> Any:
     body.served(frame.finished_at)
     if frame.status is FrameStatus.COMPLETED:
-        return codec.decode(frame.output)
+        return body.decode(frame.output)
     raise _failure(frame.step_id, frame.error or {})
 
 
@@ -153,6 +163,8 @@ def _encode_arguments(
 
 def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
     """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
+    if body.sealed is not None:
+        raise body.sealed
     body.reached("before-start", step_id)
     fields = {"step": step_id, "tool": tool.name, "idempotent": tool.idempotent, "args": given}
     started = body.journal.record(Kind.STEP_STARTED, fields)
@@ -205,10 +217,11 @@ def _deadline(body: Body, tool: Tool[..., Any], frame: Frame) -> datetime | None
 
 def _late_notice(body: Body, step_id: str, tool: Tool[..., Any]) -> Any:
     engine, execution_id = body.engine, body.execution_id
+    attempt = body.journal.fold.frames[step_id].attempts
 
     def notice(outcome: Outcome) -> None:
         if tool.idempotent is False:
-            note_late_result(engine, execution_id, step_id, outcome)
+            note_late_result(engine, execution_id, step_id, outcome, attempt)
 
     return notice
 
@@ -222,7 +235,16 @@ def _completed(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome)
             yield from _in_doubt(body, step_id, f"the result cannot be recorded: {exc}")
         return (yield from _failed(body, step_id, tool, exc, outcome.elapsed, may_retry=False))
     event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
-    yield from _settled(body, tool, event, outcome.elapsed)
+    try:
+        yield from _settled(body, tool, event, outcome.elapsed)
+    except Unwind as unwind:
+        if unwind.why is Why.LOST and tool.idempotent is False:
+            # Somebody else has put this effect in doubt, or will: what it returned is what they need to know.
+            frame = body.journal.fold.frames[step_id]
+            yield Io(
+                lambda: note_late_result(body.engine, body.execution_id, step_id, outcome, frame.attempts)
+            )
+        raise
     return _after_codec(outcome.value, text)
 
 
@@ -256,12 +278,22 @@ def _doubt(tool: Tool[..., Any], outcome: Outcome, error: BaseException) -> str:
     """Why nobody knows whether a non-idempotent effect happened; '' if it is known that it failed."""
     if outcome.timed_out:
         return f"no answer within {tool.timeout} s"
-    if isinstance(error, EffectInDoubt):
-        return error.message
-    if isinstance(error, tool.in_doubt_on) or not isinstance(error, Exception):
-        described = describe_error(error, MAX_CAUSE_BYTES)
-        return f"{described['type']}: {described['message']}"
+    for leaf in _leaves(error):
+        if isinstance(leaf, EffectInDoubt):
+            return bounded(str(leaf.message), MAX_CAUSE_BYTES) or "the tool cannot say"
+        if isinstance(leaf, tool.in_doubt_on) or not isinstance(leaf, Exception):
+            described = describe_error(leaf, MAX_CAUSE_BYTES)
+            return f"{described['type']}: {described['message']}"
     return ""
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    """What was raised, inside groups too: a doubt is one however it is wrapped."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def _is_interrupt(body: Body, error: BaseException) -> bool:
@@ -370,7 +402,7 @@ def _transactional(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
     frame = yield Io(lambda: _after_rollback(body, step_id, error))
     if frame.status is FrameStatus.COMPLETED:
         body.did(frame.finished_at)
-        return codec.decode(frame.output)
+        return body.decode(frame.output)
     for fields in context.metered:
         body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
     if body.engine.store.is_connection_lost(error):
@@ -404,6 +436,10 @@ def _after_rollback(body: Body, step_id: str, error: BaseException) -> Frame:
     """The transaction ended in an error: read what the log holds of the step."""
     if isinstance(error, StaleFenceError | SequenceOccupied):
         raise body.seal(Why.LOST, error)
+    if isinstance(error, StoreUnavailableError):
+        raise body.seal(Why.STORE, error)
+    # The lost transaction may still commit; what is written from here on must not be taken for its events.
+    body.journal.writer = random_token()
     try:
         body.journal.rebase([])
     except Exception as exc:

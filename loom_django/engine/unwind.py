@@ -16,6 +16,7 @@ class Why(enum.Enum):
     LOST = "lost"  # another owner has it, or it has ended
     MISUSED = "misused"  # an earlier call was misuse, and the body went on
     STORE = "store"  # the log could not be written; the lease's end hands it to somebody else
+    REFUSED = "refused"  # this code cannot read what the log holds; nothing is wrong with the execution
     INTERRUPTED = "interrupted"  # this process is told to end
     CRASHED = "crashed"  # the testing kit stops the run as a kill would: nothing more is written
 

@@ -311,7 +311,8 @@ class Fold:
 
     def _returned_late(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames.get(data["step"])
-        if frame is not None:
+        # What an earlier attempt returned says nothing of this one.
+        if frame is not None and data.get("attempt", frame.attempts) == frame.attempts:
             self._put(replace(frame, late=(*frame.late, data)))
 
     def _decided(self, event: Event, data: Mapping[str, Any]) -> None:

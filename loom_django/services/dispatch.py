@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +49,10 @@ class WorkerDispatcher:
         """Nothing more: ``ready_at`` is the message."""
 
 
+# What is to run after the body that runs here; a tool's own thread sees it too, with the rest of its context.
+_queued: ContextVar[deque[Any] | None] = ContextVar("loom_queued", default=None)
+
+
 class InlineDispatcher:
     """Runs the body in the caller's thread until it parks or ends.
 
@@ -58,7 +63,6 @@ class InlineDispatcher:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.stop: threading.Event | None = None  # set by a loop that is to end: bodies are handed back
-        self._local = threading.local()
 
     def ticket(self) -> Ticket:
         if self.engine.store.in_transaction() or self._queue() is not None:
@@ -72,16 +76,17 @@ class InlineDispatcher:
         if queue is not None:
             queue.append(item)
             return
-        queue = self._local.queue = deque([item])
+        queue = deque([item])
+        entered = _queued.set(queue)
         try:
             while queue:
                 self._run(*queue.popleft())
         finally:
-            self._local.queue = None
+            _queued.reset(entered)
 
-    def _queue(self) -> deque[Any] | None:
-        queue: deque[Any] | None = getattr(self._local, "queue", None)
-        return queue
+    @staticmethod
+    def _queue() -> deque[Any] | None:
+        return _queued.get()
 
     def _run(self, execution_id: str, token: int | None, journal: Journal | None) -> None:
         if token is None:

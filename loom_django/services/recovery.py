@@ -20,11 +20,11 @@ from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_doubt
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
-from loom_django.engine.run import REFUSED_DELAY, run_execution
-from loom_django.errors import InvalidInputError, OpenTransactionError
+from loom_django.engine.run import REFUSED_DELAY
+from loom_django.errors import FlowCodeMismatchError, InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
-from loom_django.kernel.state import ON_POISONED, Wait
-from loom_django.services.dispatch import Dispatcher, InlineDispatcher, run_logged
+from loom_django.kernel.state import ON_POISONED, Status, Wait
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket
 from loom_django.stores.base import NOBODY, Lease, LeaseStore, Loaded
 
 log = logging.getLogger("loom_django.recovery")
@@ -93,7 +93,8 @@ def recover_abandoned(
         run.all(loom.engine.store.leases(limit=limit), is_abandoned, forced=True)
     else:
         run.all(leases.expired(limit=limit), is_abandoned, forced=False)
-        run.stale(leases.stale_ready(grace=loom.engine.settings().READY_GRACE, limit=limit))
+        grace = loom.engine.settings().READY_GRACE
+        run.stale(leases.stale_ready(grace=grace, limit=limit, known=loom.engine.known()))
     return run.summary()
 
 
@@ -146,12 +147,16 @@ class _Pass:
     def _lease(self, lease: Lease, forced: bool) -> bool:
         store, token = self.engine.store, random_token()
         owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
-        if forced:
+        if not forced:
+            taken = store.take_over(lease, owner=owner, token=token, ttl=ttl)
+        elif store.held(lease.execution_id) == lease:
+            # The holder may be alive: it is fenced out before anybody else can claim what it gives up.
+            store.acquire_fence(lease.execution_id)
             taken = store.release(lease.execution_id, lease.token) and store.claim(
                 lease.execution_id, owner=owner, token=token, ttl=ttl
             )
         else:
-            taken = store.take_over(lease, owner=owner, token=token, ttl=ttl)
+            taken = False
         return self._taken(lease.execution_id, token) if taken else False
 
     def _ready(self, execution_id: str) -> bool:
@@ -168,15 +173,22 @@ class _Pass:
             fence = store.acquire_fence(execution_id) if self.fenced else None
             loaded = store.load(execution_id)
             journal = open_journal(self.engine, loaded, fence=fence)
+            if journal.fold.status not in (Status.PENDING, Status.RUNNING):
+                return False  # its owner parked or ended it before the fence was taken
             self._check_code(journal)
         except Exception as exc:
             if not store.is_connection_lost(exc):
-                store.release(execution_id, token, delay=REFUSED_DELAY)
+                store.release(execution_id, token, delay=self._delay(exc))
             raise
         if self._parked(journal, loaded):
             return True
         self._hand_over(execution_id, token, journal)
         return True
+
+    def _delay(self, refused: Exception) -> float:
+        """An execution that only this node cannot serve is another node's at once."""
+        elsewhere = isinstance(refused, FlowCodeMismatchError) and refused.kind in ("flow", "version")
+        return 0.0 if elsewhere else REFUSED_DELAY
 
     def _check_code(self, journal: Journal) -> None:
         fold = journal.fold
@@ -210,11 +222,8 @@ class _Pass:
         if not isinstance(self.loom.dispatcher, InlineDispatcher):
             self.engine.store.release(execution_id, token)
             return
-        fence = journal.fence
-        run_logged(
-            lambda: run_execution(self.engine, execution_id, token=token, fence=fence, journal=journal),
-            execution_id,
-        )
+        # Through the dispatcher's queue: if a body is running in this thread, this one runs after it.
+        self.loom.dispatcher.dispatch(execution_id, Ticket(self.engine.held(token), token), journal)
 
 
 def progress(events: tuple[Event, ...]) -> int:
@@ -286,5 +295,6 @@ class ReadyService:
     def tick(self) -> bool:
         """Run a few; True if any was run."""
         run = _Pass(self.loom, fenced=True)
-        run.stale(self.loom.engine.store.stale_ready(grace=LEFT_READY, limit=self.limit))
+        engine = self.loom.engine
+        run.stale(engine.store.stale_ready(grace=LEFT_READY, limit=self.limit, known=engine.known()))
         return run.recovered > 0

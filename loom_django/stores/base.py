@@ -251,6 +251,9 @@ class Known:
         return version <= self.flows.get(flow_id, 0)
 
 
+ANY_FLOW: Final = Known()
+
+
 class EventStore(Protocol):
     """The log and its fences."""
 
@@ -377,8 +380,11 @@ class LeaseStore(Protocol):
     def held(self, execution_id: str) -> Lease | None:
         """The lease on an execution, expired or not."""
 
-    def stale_ready(self, *, grace: float, limit: int) -> list[Lease]:
-        """Executions that have been ready for longer than ``grace`` seconds (owner "" and token 0)."""
+    def stale_ready(self, *, grace: float, limit: int, known: Known = ANY_FLOW) -> list[Lease]:
+        """Executions that have been ready for longer than ``grace`` seconds (owner "" and token 0).
+
+        Those of flows outside ``known`` are left out before the limit.
+        """
 
     def count_recovery(self, execution_id: str, *, sequence: int) -> int:
         """Count a takeover of an execution whose log ends at ``sequence``; another end starts at 1 again."""

@@ -20,6 +20,7 @@ from loom_django.kernel.events import Event
 from loom_django.kernel.projection import Projection
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.stores.base import (
+    ANY_FLOW,
     Claimed,
     Commit,
     Due,
@@ -390,13 +391,13 @@ class MemoryStore:
                 return None
             return Lease(execution_id, row.owner, row.token, row.until, *self._flow_of(execution_id))
 
-    def stale_ready(self, *, grace: float, limit: int) -> list[Lease]:
+    def stale_ready(self, *, grace: float, limit: int, known: Known = ANY_FLOW) -> list[Lease]:
         with self._lock:
             before = self.now() - timedelta(seconds=grace)
             stale = [
                 Lease(key, "", 0, row.ready_at, *self._flow_of(key))
                 for key, row in self._tables.rows.items()
-                if row.ready_at is not None and row.ready_at < before
+                if row.ready_at is not None and row.ready_at < before and known.admits(*self._flow_of(key))
             ]
             return sorted(stale, key=lambda lease: lease.until)[:limit]
 

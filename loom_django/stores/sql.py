@@ -22,6 +22,7 @@ from loom_django.errors import OpenTransactionError, StaleFenceError
 from loom_django.kernel.events import Event
 from loom_django.kernel.state import Status
 from loom_django.stores.base import (
+    ANY_FLOW,
     Claimed,
     Commit,
     Due,
@@ -321,8 +322,9 @@ class SqlStore(ABC):
         rows = self._run("held", {"id": execution_id})
         return self._lease(rows[0]) if rows else None
 
-    def stale_ready(self, *, grace: float, limit: int) -> list[Lease]:
-        return [self._lease(row) for row in self._run("stale_ready", {"before": -grace, "limit": limit})]
+    def stale_ready(self, *, grace: float, limit: int, known: Known = ANY_FLOW) -> list[Lease]:
+        parameters = {"before": -grace, "limit": limit, **_flow_filter(known)}
+        return [self._lease(row) for row in self._run("stale_ready", parameters)]
 
     def count_recovery(self, execution_id: str, *, sequence: int) -> int:
         count: int = self._run("count_recovery", {"id": execution_id, "sequence": sequence})[0][0]
@@ -483,7 +485,7 @@ def from_micros(micros: int) -> datetime:
 
 
 def timers_off(commit: Commit) -> tuple[datetime, ...] | None:
-    """The wake times to drop; one that the same commit owes again stays."""
+    """The wake times to drop; one that the same commit owes again stays, in whatever order that is done."""
     if commit.timers_off is None:
         return None
     kept = {timer.wake_at for timer in commit.timers if timer.execution_id == commit.execution_id}

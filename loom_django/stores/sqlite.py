@@ -42,6 +42,7 @@ WORDS: Final = {
     "time": "{0}",
     "text": "{0}",
     "is": "is",
+    "known": "json_each(%(known)s)",
     "lock": "",
     "lock_free": "",
 }

@@ -260,7 +260,12 @@ SHARED: Final = named(
         "Ready for so long that whoever was told of it must have died.",
         """
         select id, '', 0, $time(ready_at), flow_id, version
-        from loom_execution where ready_at < $later(before) order by ready_at limit %(limit)s
+        from loom_execution x where ready_at < $later(before)
+        and (%(any_flow)s or exists (
+            select 1 from $known known
+            where known.key = x.flow_id and x.version <= cast(known.value as integer)
+        ))
+        order by ready_at limit %(limit)s
         """,
         repeatable=True,
     ),
@@ -323,5 +328,7 @@ def dialect(statements: Iterable[Statement], words: Mapping[str, str]) -> dict[s
     def say(match: re.Match[str]) -> str:
         return words[match[1]].format(pattern.sub(say, match[2] or ""))
 
-    pattern = re.compile(r"\$(now|later|at|time|text|is|lock_free|lock)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
+    pattern = re.compile(
+        r"\$(now|later|at|time|text|is|lock_free|lock|known)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
+    )
     return {one.name: replace(one, sql=pattern.sub(say, " ".join(one.sql.split()))) for one in statements}

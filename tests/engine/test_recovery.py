@@ -391,3 +391,136 @@ def test_a_step_that_outlives_the_grace_time_is_handed_back(world: World, idempo
     expected = Status.SUSPENDED if idempotent is False else Status.RUNNING
     assert handle.status == expected
     assert [wait.on for wait in handle.waits] == (["EffectInDoubtResolved"] if idempotent is False else [])
+
+
+def between(world: World, call: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have something happen once, just before the store answers a call: a rival's append, say."""
+    store = world.engine.store
+    original = getattr(store, call)
+    done: list[bool] = []
+
+    def wrapped(*args: Any, **options: Any) -> Any:
+        if not done:
+            done.append(True)
+            act()
+        return original(*args, **options)
+
+    monkeypatch.setattr(store, call, wrapped)
+
+
+@pytest.mark.parametrize("ends", ["parks in doubt", "completes"])
+def test_what_the_owner_wrote_before_the_fence_stands(
+    world: World, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Between a takeover and its fence the owner may still park or end: then there is nothing to run."""
+    inside, go_on = threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    @tool(idempotent=False, in_doubt_on=ConnectionError)
+    def effect(ctx: StepContext) -> None:
+        calls.append(ctx.idempotency_key)
+        inside.set()
+        assert go_on.wait(20)
+        if ends == "parks in doubt":
+            raise ConnectionError
+
+    @flow("r.window", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    def first_owner() -> None:
+        body.using(execution_id="w1").start()
+        world.engine.store.close_connections()
+
+    owner = threading.Thread(target=first_owner)
+    owner.start()
+    assert inside.wait(20)
+
+    def let_the_owner_finish() -> None:
+        go_on.set()
+        owner.join(20)
+
+    world.shift(PAST_THE_LEASE)
+    between(world, "acquire_fence", let_the_owner_finish, monkeypatch)
+    world.recover()
+    assert calls == ["w1:effect"]
+    kinds = world.kinds("w1")
+    if ends == "completes":
+        assert kinds[-1] == "EXECUTION_COMPLETED"
+    else:
+        assert kinds[-2:] == ["EFFECT_INDOUBT", "EXECUTION_SUSPENDED"]
+
+
+def test_giving_up_an_execution_fences_its_body_out_first(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may claim what is handed back at once; the old body can park or record nothing any more."""
+    inside, go_on = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    @tool(idempotent=False, in_doubt_on=ConnectionError)
+    def effect(ctx: StepContext) -> None:
+        calls.append(ctx.attempt)
+        inside.set()
+        assert go_on.wait(20)
+        raise ConnectionError
+
+    @flow("r.handback", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = body.start()
+    worker = WorkerService(world.engine, concurrency=1)
+    worker.tick()
+    assert inside.wait(20)
+    assert worker.drain(0.01) is False
+    other = WorkerService(world.engine, concurrency=1)
+
+    def rival_claims() -> None:
+        other.tick()
+        go_on.set()
+        assert worker.drain(20)
+
+    between(world, "claim", rival_claims, monkeypatch)
+    hand_back(world.loom, [handle.id])
+    with other._condition:
+        assert other._condition.wait_for(lambda: not other._held, 20)
+    assert other.drain(20)
+    assert calls == [1]
+    assert [wait.on for wait in handle.waits] == ["EffectInDoubtResolved"]
+
+
+def test_a_version_that_is_newer_than_all_here_is_left_to_others(world: World) -> None:
+    """A node of the old release runs nothing of the new one, and leaves it ready for a node that can."""
+    from loom_django import definitions
+
+    @flow("r.newer", version=2)
+    def newer(ctx: FlowContext) -> str:
+        return "new"
+
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = newer.start()
+    definitions.registry.forget("r.newer")
+
+    @flow("r.newer", version=1)
+    def older(ctx: FlowContext) -> str:
+        return "old"
+
+    world.loom.dispatcher = None
+    world.shift(timedelta(seconds=31))
+    assert world.recover().scanned == 0
+    worker = WorkerService(world.engine, concurrency=1)
+    assert worker.tick() is False
+    assert world.engine.store.claim(handle.id, owner="dead", token=7, ttl=0.0)
+    world.shift(timedelta(seconds=1))
+    summary = world.recover()
+    assert (summary.recovered, summary.failed) == (0, 1)
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED"]
+    definitions.registry.forget("r.newer")
+
+    @flow("r.newer", version=2)
+    def again(ctx: FlowContext) -> str:
+        return "new"
+
+    assert world.engine.store.claim(handle.id, owner="x", token=8, ttl=60.0), "it is ready at once"

@@ -509,3 +509,118 @@ def test_a_timeout_fails_an_idempotent_step_and_puts_the_other_kind_in_doubt(wor
     assert [note["output"] for note in frame.late] == ["tx-late"]
     world.loom.resolve(handle.id, "wire", "completed-with-result", output="tx-late")
     assert handle.result() == "tx-late"
+
+
+def test_a_doubt_inside_an_exception_group_is_a_doubt(world: World) -> None:
+    """However it is wrapped, and whatever the tool says of it."""
+
+    @tool(idempotent=False, in_doubt_on=ConnectionError)
+    def grouped(ctx: StepContext) -> None:
+        raise ExceptionGroup(
+            "several", [KeyError("known"), ExceptionGroup("inner", [ConnectionError("lost")])]
+        )
+
+    @tool(idempotent=False)
+    def says(ctx: StepContext) -> None:
+        raise EffectInDoubt({"not": "text"})  # type: ignore[arg-type]
+
+    @flow("t.group", steps=[grouped, says])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(grouped)
+        ctx.run(says)
+
+    handle = body.start()
+    assert [wait.correlation_key for wait in handle.waits] == ["grouped"]
+    world.loom.resolve(handle.id, "grouped", "completed-with-result", output=None)
+    assert [wait.correlation_key for wait in handle.waits] == ["says"]
+
+
+def test_a_value_that_this_code_cannot_read_leaves_the_execution_alone(world: World) -> None:
+    """A deploy that forgets to register a class fails nothing; the release that has it goes on."""
+    from dataclasses import dataclass
+    from datetime import timedelta
+
+    from loom_django.kernel import codec
+
+    @dataclass
+    class Money:
+        cents: int
+
+    codec.register_type(Money, name="t.unread.Money")
+
+    @tool
+    def price(ctx: StepContext) -> Money:
+        return Money(5)
+
+    @flow("t.unread", steps=[price])
+    def body(ctx: FlowContext) -> int:
+        try:
+            found = ctx.run(price)
+        except Exception:
+            return -1
+        ctx.suspend("Go")
+        return found.cents
+
+    handle = body.start()
+    entry = codec._by_name.pop("t.unread.Money")
+    world.loom.resume(handle.id, event_type="Go")
+    assert handle.status == Status.RUNNING
+    codec._by_name["t.unread.Money"] = entry
+    world.shift(timedelta(seconds=700))
+    world.recover()
+    assert handle.result() == 5
+
+
+def test_a_database_that_is_away_is_no_outcome(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flow cannot catch it and compensate: the body is left, and recovery goes on."""
+    from datetime import timedelta
+
+    compensated: list[bool] = []
+
+    @flow("t.away")
+    def body(ctx: FlowContext) -> Any:
+        try:
+            return ctx.receive("m")
+        except Exception:
+            compensated.append(True)
+            raise
+
+    inbox = world.engine.store.inbox
+    calls: list[int] = []
+
+    def away(execution_id: str, name: str) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise ConnectionError("the database is away")
+        return inbox(execution_id, name)
+
+    monkeypatch.setattr(world.engine.store, "inbox", away)
+    handle = body.start()
+    assert handle.status in (Status.PENDING, Status.RUNNING)
+    assert compensated == []
+    world.shift(timedelta(seconds=61))
+    world.recover()
+    assert handle.status == Status.SUSPENDED
+
+
+def test_deferred_facts_wait_and_what_must_be_durable_does_not(world: World) -> None:
+    """durability="deferred" keeps quick outcomes; a taken message is durable before the next effect."""
+    seen: list[list[str]] = []
+
+    @tool
+    def look(ctx: StepContext) -> None:
+        seen.append(world.kinds(ctx.execution_id))
+
+    @flow("t.deferred", steps=[look], durability="deferred")
+    def body(ctx: FlowContext) -> Any:
+        ctx.run(look)
+        ctx.run(look)
+        message = ctx.receive("m")
+        ctx.run(look)
+        return message
+
+    handle = body.using(execution_id="d1").start()
+    assert seen[1] == ["EXECUTION_STARTED", "STEP_STARTED"]  # the second boundary was deferred
+    world.loom.send(handle.id, "m", 1)
+    assert handle.result() == 1
+    assert "MESSAGE_CONSUMED" in seen[-1]

@@ -350,7 +350,8 @@ def test_cancel_of_a_running_execution_silences_its_owner(world: World) -> None:
 
     handle = body.start()
     assert handle.status == Status.CANCELLED
-    assert world.kinds(handle.id)[-2:] == ["EFFECT_INDOUBT", "EXECUTION_CANCELLED"]
+    assert world.kinds(handle.id)[-3:] == ["EFFECT_INDOUBT", "EXECUTION_CANCELLED", "EFFECT_RETURNED_LATE"]
+    assert [note["output"] for note in world.state(handle).frames["transfer"].late] == ["tx"]
     assert seen == ["left"]
 
 
