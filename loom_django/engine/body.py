@@ -126,6 +126,11 @@ class Body:
             self.sealed = Unwind(why, cause)
         return self.sealed
 
+    def raise_seal(self) -> None:
+        """Leave the body if it has been stopped."""
+        if self.sealed is not None:
+            raise self.sealed
+
     def lose(self) -> None:
         """The lease is another's: stop at the next call."""
         self.seal(Why.LOST)

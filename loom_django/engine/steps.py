@@ -163,8 +163,7 @@ def _encode_arguments(
 
 def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
     """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
-    if body.sealed is not None:
-        raise body.sealed
+    body.raise_seal()
     body.reached("before-start", step_id)
     fields = {"step": step_id, "tool": tool.name, "idempotent": tool.idempotent, "args": given}
     started = body.journal.record(Kind.STEP_STARTED, fields)
@@ -172,8 +171,7 @@ def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> 
     if tool.idempotent is False or tool.transactional or not body.may_defer():
         yield Io(body.land)
     body.reached("before-effect", step_id)
-    if body.sealed is not None and body.sealed.why is not Why.PARKED:
-        raise body.sealed  # sealed while the marker was made durable: the effect never starts
+    body.raise_seal()  # sealed while the marker was made durable: the effect never starts
     if tool.transactional:
         return (yield from _transactional(body, step_id, tool, given))
     context, call = _prepared_call(body, step_id, tool, given)
