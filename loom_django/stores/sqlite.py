@@ -1,8 +1,8 @@
 """The store over SQLite: every change is one transaction that takes the write lock at its beginning.
 
 One writer at a time makes all checks exact, so a commit is looked at first and written after; fences hold
-here too, because a web process and a worker share the file. A writer that finds the file locked tries again, also
-when the lock is met at COMMIT: nothing has landed then.
+here too, because a web process and a worker share the file. A writer that finds the file locked tries again,
+also when the lock is met at COMMIT: nothing has landed then.
 """
 
 from __future__ import annotations

@@ -572,9 +572,9 @@ class EventStoreConformance(StoreConformance):
         first = self.running()
         self._wake(first)
         successor = self.log(name=f"{first.id}~2")
-        self.store.append(first.commit(
-            Kind.EXECUTION_CONTINUED, ownership=NOBODY, timers_off=None, also=(successor.start(chain=first.id),)
-        ))  # fmt: skip
+        also = (successor.start(chain=first.id),)
+        end = first.commit(Kind.EXECUTION_CONTINUED, ownership=NOBODY, timers_off=None, also=also)
+        self.store.append(end)
         assert self.owner(first) == "finished"
         assert self.owner(successor) == "ready"
 
@@ -1456,9 +1456,8 @@ class InboxStoreConformance(StoreConformance):
         taken = log.fork().answer(messages=(message.number,))
         self.store.acquire_fence(log.id)
         self.refused(taken, StaleFenceError)
-        self.store.append(log.commit(
-            Kind.MESSAGE_CONSUMED, Kind.EXECUTION_RESUMED, ownership=READY, fence=1, messages=(message.number,)
-        ))  # fmt: skip
+        kinds = (Kind.MESSAGE_CONSUMED, Kind.EXECUTION_RESUMED)
+        self.store.append(log.commit(*kinds, ownership=READY, fence=1, messages=(message.number,)))
         assert self.bodies(log) == []
         assert self.store.message_names(log.id) == {"other"}
 

@@ -503,7 +503,7 @@ class TestLostConnections(Postgres):
             assert len(self.store.read(log.id)) == 2
 
     def test_a_look_that_is_cut_off_is_no_answer(self, monkeypatch):
-        """The answer to an append is lost, and so is the look at what came of it: it is still found to be there."""
+        """The answer to an append is lost, and so is the look at what came of it: it is found all the same."""
         log = self.running()
         lost: list[str] = []
         plain = PostgresStore._execute
