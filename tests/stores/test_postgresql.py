@@ -386,6 +386,7 @@ class TestNoDeadlock(Postgres):
             )
             assert renewing.join() == {mine.id, free.id}
         lease = self.store.held(free.id)
+        assert lease is not None
         assert lease.until >= before + timedelta(seconds=60)
 
     def test_a_claim_waits_for_a_fence_without_holding_its_row(self):
