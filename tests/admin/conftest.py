@@ -8,6 +8,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from loom_django.engine.core import NoKeeper
 from loom_django.runtime import loom
 from tests.admin import flows
 
@@ -16,12 +17,16 @@ LOOK = ("view_execution", "view_event", "view_payload", "view_timer", "view_leas
 
 
 @pytest.fixture(autouse=True)
-def _clean_slate() -> Iterator[None]:
+def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is left of another test; and no thread renews leases, whose connection would outlive the database."""
+    monkeypatch.setattr("loom_django.runtime.LeaseKeeper", lambda store, settings: NoKeeper())
+    loom.reset()
     flows.bank.clear()
     flows.bugs.clear()
     yield
     flows.bank.clear()
     flows.bugs.clear()
+    loom.reset()
 
 
 def make_user(name: str, *permissions: str) -> User:
