@@ -14,9 +14,20 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Generic,
+    Literal,
+    NoReturn,
+    ParamSpec,
+    TypeVar,
+    overload,
+)
 
-from loom_django.errors import DefinitionError, DirectCallError, FlowNotFoundError, InvalidInputError
+from loom_django.errors import DefinitionError, DirectCallError, FlowNotFoundError, InvalidInputError, shown
 from loom_django.kernel import hashing, keys
 from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.durations import Duration, seconds
@@ -31,6 +42,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+
+MAX_FINGERPRINT: Final = 255
+
+# What an integer column of either database holds.
+MAX_INT: Final = 2**31 - 1
 
 Durability = Literal["boundary", "deferred"]
 OnError = Literal["fail", "park"]
@@ -137,10 +153,11 @@ def _check_tool(tool_: Tool[..., Any]) -> None:
         refuse(
             "has in_doubt_on= without idempotent=False: only an effect that must not repeat can be in doubt"
         )
-    if tool_.idempotent is False and tool_.retry is not None and Exception in tool_.retry.retry_on:
+    retried = tool_.retry.retry_on if tool_.retry is not None else ()
+    if tool_.idempotent is False and any(issubclass(Exception, cls) for cls in retried):
         refuse(
-            "is idempotent=False with a retry= that names no exceptions: give retry_on= with those that "
-            "prove that nothing happened"
+            "is idempotent=False with a retry= that names no exceptions, or all of them: give retry_on= with "
+            "those that prove that nothing happened"
         )
 
 
@@ -244,8 +261,12 @@ class Options:
     ) -> None:
         self.execution_id = None if execution_id is None else keys.check_execution_id(execution_id)
         self.subject = subject
+        if attributes is not None and not isinstance(attributes, Mapping):
+            raise InvalidInputError(
+                f"attributes={shown(attributes)} must be a mapping of names to plain JSON values"
+            )
         self.attributes = dict(attributes or {})
-        self.priority = priority
+        self.priority = keys.check_whole(priority, "priority", -MAX_INT - 1, MAX_INT)
         self.deadline = deadline
 
     @classmethod
@@ -271,8 +292,8 @@ class Flow(Generic[P, R_co]):
         self.durability: Durability | None = declared["durability"]
         self.max_recoveries: int | None = declared["max_recoveries"]
         self.on_error: OnError = declared["on_error"]
-        self.compatible_with: tuple[str, ...] = tuple(declared["compatible_with"])
-        self.step_families: tuple[str, ...] = tuple(declared["step_families"])
+        self.compatible_with: tuple[str, ...] = _texts(declared["compatible_with"])
+        self.step_families: tuple[str, ...] = _texts(declared["step_families"])
         self.is_async = inspect.iscoroutinefunction(func)
         self.__doc__ = func.__doc__
         self.__module__ = getattr(func, "__module__", __name__)
@@ -364,6 +385,11 @@ class Flow(Generic[P, R_co]):
         return f"<Flow {self.id} version {self.version}>"
 
 
+def _texts(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Several texts; one that stands alone is one, not its letters."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
 def _family_admits(family: str, step_id: str, base: str) -> bool:
     if len(family) > 2 and family.startswith("/") and family.endswith("/"):
         return re.match(family[1:-1], step_id) is not None
@@ -375,8 +401,8 @@ def _check_flow(flow_: Flow[..., Any]) -> None:
         raise DefinitionError(flow_.id, problem)
 
     version: object = flow_.version
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        refuse(f"has version {flow_.version!r}; a version is an int of 1 or more")
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= MAX_INT:
+        refuse(f"has version {shown(flow_.version)}; a version is an int from 1 to {MAX_INT}")
     if inspect.isgeneratorfunction(flow_.func) or inspect.isasyncgenfunction(flow_.func):
         refuse("is a generator; a flow is a plain or async function")
     for name, value, allowed in (
@@ -385,6 +411,14 @@ def _check_flow(flow_: Flow[..., Any]) -> None:
     ):
         if value not in allowed:
             refuse(f"has {name}={value!r}; it is one of {', '.join(repr(item) for item in allowed)}")
+    family: object
+    for family in flow_.step_families:
+        if not isinstance(family, str):
+            refuse(f"lists {shown(family)} in step_families=; a family is the text of a base, or /regex/")
+        try:
+            _family_admits(family, "", "")
+        except (re.error, RecursionError, OverflowError) as exc:
+            refuse(f"lists {shown(family)} in step_families=, which is no regular expression: {exc}")
     if flow_.deadline is not None:
         flow_.deadline = seconds(flow_.deadline, "deadline")
 
@@ -417,9 +451,16 @@ def _step_facts(step_id: str, step: Tool[..., Any]) -> dict[str, Any]:
     }
 
 
-def _fingerprint(flow_: Flow[..., Any], given: str | None) -> str:
+def _fingerprint(flow_: Flow[..., Any], given: object) -> str:
     if given != "auto":
-        return given or ""
+        text = given or ""
+        if not isinstance(text, str) or len(text) > MAX_FINGERPRINT or not text.isprintable():
+            raise DefinitionError(
+                flow_.id,
+                f"has code_fingerprint={shown(given)}; it is printable text of at most {MAX_FINGERPRINT} "
+                'characters, or "auto": give a digest of what is longer',
+            )
+        return text
     try:
         return hashing.body_fingerprint(inspect.getsource(flow_.func))
     except (OSError, TypeError, SyntaxError) as exc:

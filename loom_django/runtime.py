@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from asgiref.sync import sync_to_async
 
@@ -28,8 +28,10 @@ from loom_django.errors import (
     ExecutionFailedError,
     ExecutionNotFoundError,
     FlowNotFoundError,
+    InvalidInputError,
     OpenTransactionError,
     ResultTimeoutError,
+    shown,
 )
 from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import Duration, seconds
@@ -48,6 +50,38 @@ R = TypeVar("R")
 
 # How often ``Handle.result`` looks, in seconds: soon at first, then less often.
 RESULT_POLLS = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
+
+
+# A reason is a sentence or a few; what is longer belongs into a system of its own.
+MAX_REASON: Final = 2_000
+MAX_PRINCIPAL: Final = 255
+
+_BIGGEST: Final = 2**62
+
+
+def _check_id(execution_id: object) -> str:
+    """An id that is to be looked up, which one that could never have been given is not."""
+    return keys.check_id(execution_id, "execution id")
+
+
+def _checked_principal(principal: Any) -> str | None:
+    """The name of a user, or a name."""
+    if principal is None:
+        return None
+    if hasattr(principal, "get_username"):
+        return keys.check_text(answers.principal_name(principal), "principal", MAX_PRINCIPAL)
+    if not isinstance(principal, str):
+        raise InvalidInputError(f"principal={shown(principal)} must be a user or a name")
+    return keys.check_text(principal, "principal", MAX_PRINCIPAL)
+
+
+def _checked_kinds(kinds: Any) -> frozenset[str]:
+    names = None if isinstance(kinds, str) or not isinstance(kinds, Iterable) else list(kinds)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise InvalidInputError(
+            f"kinds={shown(kinds)} must be kinds of events: pass a list of Kind members or texts"
+        )
+    return frozenset(str(name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +277,16 @@ class Loom:
         Raises:
             FlowNotFoundError: no such flow, or no such version, is registered.
         """
-        flow = flow_id if isinstance(flow_id, Flow) else registry.current(flow_id, version)
+        if version is not None:
+            keys.check_whole(version, "version", 1, definitions.MAX_INT)
+        if isinstance(args, str | bytes) or not isinstance(args, Iterable):
+            raise InvalidInputError(f"args={shown(args)} must be a tuple or a list of arguments")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise InvalidInputError(f"kwargs={shown(kwargs)} must be a mapping of names to arguments")
+        if isinstance(flow_id, Flow):
+            flow = flow_id
+        else:
+            flow = registry.current(keys.check_id(flow_id, "flow id"), version)
         return self.start_flow(flow.using(**options) if options else flow, tuple(args), dict(kwargs or {}))
 
     def start_flow(
@@ -293,6 +336,13 @@ class Loom:
             UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
         """
         self.store.check_caller("loom.resume")
+        _check_id(execution_id)
+        keys.check_id(event_type, "event_type")
+        if correlation_key is not None:
+            keys.check_id(correlation_key, "correlation_key")
+        if fence is not None:
+            keys.check_whole(fence, "fence", 0, _BIGGEST)
+        principal = _checked_principal(principal)
         ticket = self.dispatcher.ticket()
         appended = answers.resume(
             self.engine,
@@ -332,6 +382,12 @@ class Loom:
             FlowCodeMismatchError: the flow's code is not the one recorded.
         """
         self.store.check_caller("loom.resolve")
+        _check_id(execution_id)
+        keys.check_id(step_id, "step id")
+        if park_sequence is not None:
+            keys.check_whole(park_sequence, "park_sequence", 0, _BIGGEST)
+        keys.check_text(reason, "reason", MAX_REASON)
+        principal = _checked_principal(principal)
         ticket = self.dispatcher.ticket()
         appended = answers.resolve(
             self.engine,
@@ -354,6 +410,9 @@ class Loom:
             ResumeRefusedError: it is not parked on an error.
         """
         self.store.check_caller("loom.retry_error")
+        _check_id(execution_id)
+        keys.check_text(reason, "reason", MAX_REASON)
+        principal = _checked_principal(principal)
         ticket = self.dispatcher.ticket()
         appended = answers.open_gate(
             self.engine,
@@ -373,6 +432,9 @@ class Loom:
             ExecutionClosedError: it ended otherwise. A second cancel is answered, not an error.
         """
         self.store.check_caller("loom.cancel")
+        _check_id(execution_id)
+        keys.check_text(reason, "reason", MAX_REASON)
+        principal = _checked_principal(principal)
         appended = answers.cancel(self.engine, execution_id, reason=reason, principal=principal)
         return Handle(self, execution_id, appended.journal.fold.flow_id)
 
@@ -398,6 +460,10 @@ class Loom:
             VerdictRefusedError: the step is not in doubt.
         """
         self.store.check_caller("loom.record_outcome")
+        _check_id(execution_id)
+        if step_id is not None:
+            keys.check_id(step_id, "step id")
+        principal = _checked_principal(principal)
         keys.check_id(outcome, "outcome")
         appended = answers.record_outcome(
             self.engine, execution_id, outcome, payload, step_id=step_id, principal=principal
@@ -417,6 +483,7 @@ class Loom:
             UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
         """
         self.store.check_caller("loom.send")
+        _check_id(execution_id)
         keys.check_id(name, "message name")
         identity = keys.check_id(message_id, "message id") if message_id is not None else str(uuid.uuid4())
         body = codec.dumps(payload, path="payload", limit=conf.get_settings().MAX_PAYLOAD_BYTES)
@@ -452,7 +519,7 @@ class Loom:
         Raises:
             ExecutionNotFoundError: no such execution.
         """
-        events = self.store.read(execution_id, limit=1)
+        events = self.store.read(_check_id(execution_id), limit=1)
         if not events:
             raise ExecutionNotFoundError(execution_id)
         return Handle(self, execution_id, events[0].data["flow"])
@@ -463,7 +530,7 @@ class Loom:
         Raises:
             ExecutionNotFoundError: no such execution.
         """
-        events = self.store.read(execution_id)
+        events = self.store.read(_check_id(execution_id))
         if not events:
             raise ExecutionNotFoundError(execution_id)
         return fold(events)
@@ -482,11 +549,15 @@ class Loom:
         Raises:
             ExecutionNotFoundError: no such execution.
         """
+        _check_id(execution_id)
+        keys.check_whole(after, "after", 0, _BIGGEST)
+        if limit is not None:
+            keys.check_whole(limit, "limit", 0, _BIGGEST)
+        wanted = None if kinds is None else _checked_kinds(kinds)
         if self.store.status(execution_id) is None:
             raise ExecutionNotFoundError(execution_id)
-        if kinds is None:
+        if wanted is None:
             return self.store.read(execution_id, after=after, limit=limit)
-        wanted = frozenset(str(kind) for kind in kinds)
         events = [event for event in self.store.read(execution_id, after=after) if event.kind in wanted]
         return events if limit is None else events[:limit]
 

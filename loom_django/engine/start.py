@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from loom_django.definitions import Flow, Options
@@ -21,8 +21,9 @@ from loom_django.errors import (
     InvalidInputError,
     PayloadTooLargeError,
     StoreUnavailableError,
+    shown,
 )
-from loom_django.kernel import codec
+from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import seconds
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.fold import Fold
@@ -30,6 +31,15 @@ from loom_django.stores.base import NewExecution, Ownership, SequenceOccupied, T
 
 # A start that meets an id whose holder rolls back is tried again.
 ATTEMPTS: Final = 5
+
+MAX_ATTRIBUTE_DEPTH: Final = 100
+
+# What the columns of the subject hold.
+MAX_SUBJECT_TYPE: Final = 100
+MAX_SUBJECT_ID: Final = 255
+
+# Dates from the year 9999 on, in microseconds, are not told as a date in every time zone.
+_LATEST: Final = to_micros(datetime(9999, 1, 1, tzinfo=UTC))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +151,33 @@ def _attributes(attributes: Mapping[str, Any], limit: int) -> str:
     """Attributes are plain JSON, so that the database can filter by them."""
     try:
         text = json.dumps(dict(attributes), allow_nan=False)
-    except (TypeError, ValueError) as exc:
+        tree = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as exc:
         raise InvalidInputError(f"attributes= must be plain JSON values: {exc}") from None
     if len(text) > limit:
         raise InvalidInputError(f"attributes= has {len(text)} bytes, {limit} are allowed")
-    if "\\u0000" in text or "\\ud8" in text:
-        raise InvalidInputError(
-            "attributes= must be text that every database takes: no NUL, no lone surrogates"
-        )
+    _check_tree(tree, 0)
     return text
+
+
+def _check_tree(tree: Any, depth: int) -> None:
+    """Refuse texts and keys that a database does not take, and what is nested too deep to be read again."""
+    if depth > MAX_ATTRIBUTE_DEPTH:
+        raise InvalidInputError(
+            f"attributes= is nested deeper than {MAX_ATTRIBUTE_DEPTH} levels: pass flat values"
+        )
+    if isinstance(tree, str) and not keys.is_storable(tree):
+        raise InvalidInputError(
+            f"attributes= holds {shown(tree)}, which has a NUL or a lone surrogate: take it out, since not "
+            "every database takes it"
+        )
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            _check_tree(name, depth)
+            _check_tree(value, depth + 1)
+    if isinstance(tree, list):
+        for value in tree:
+            _check_tree(value, depth + 1)
 
 
 def _subject(subject: Any) -> tuple[str, str] | None:
@@ -158,7 +186,10 @@ def _subject(subject: Any) -> tuple[str, str] | None:
     meta = getattr(subject, "_meta", None)
     if meta is None or getattr(subject, "pk", None) is None:
         raise InvalidInputError(f"subject= must be a saved model instance, not {type(subject).__name__}")
-    return meta.label_lower, str(subject.pk)
+    return (
+        keys.check_text(meta.label_lower, "the model of subject", MAX_SUBJECT_TYPE),
+        keys.check_text(str(subject.pk), "the primary key of subject", MAX_SUBJECT_ID),
+    )
 
 
 def _deadline(now: int, flow: Flow[..., Any], options: Options) -> int | None:
@@ -168,5 +199,11 @@ def _deadline(now: int, flow: Flow[..., Any], options: Options) -> int | None:
     if isinstance(given, datetime):
         if given.utcoffset() is None:
             raise InvalidInputError(f"deadline= must be aware, not {given!r}: give it a time zone")
-        return to_micros(given)
-    return now + round(seconds(given, "deadline") * 1_000_000)
+        micros = to_micros(given)
+    else:
+        micros = now + round(seconds(given, "deadline") * 1_000_000)
+    if not 0 <= micros < _LATEST:
+        raise InvalidInputError(
+            f"deadline={shown(given)} must lie between the years 1970 and 9999: leave it out for none"
+        )
+    return micros

@@ -13,7 +13,7 @@ import re
 from datetime import date, datetime
 from uuid import UUID
 
-from loom_django.errors import InvalidIdError
+from loom_django.errors import InvalidIdError, InvalidInputError, shown
 
 MAX_LENGTH = 255
 _GENERATION = re.compile(r":r[0-9]+\Z").search
@@ -55,6 +55,35 @@ def check_step_name(value: object, what: str = "step id") -> str:
     if "#" in checked:
         raise InvalidIdError(value, what, 'must not contain "#": ids of keyed and repeated steps do')
     return checked
+
+
+def check_text(value: object, what: str, limit: int) -> str:
+    """Return the text, or refuse it: of so many characters at most, and such as every database takes."""
+    if not isinstance(value, str):
+        raise InvalidInputError(f"{what}={shown(value)} must be text")
+    if len(value) > limit:
+        raise InvalidInputError(f"{what}={shown(value)} has {len(value)} characters, {limit} are allowed")
+    if not is_storable(value):
+        raise InvalidInputError(
+            f"{what}={shown(value)} must have no NUL and no lone surrogates: take them out"
+        )
+    return str.__str__(value)
+
+
+def is_storable(text: str) -> bool:
+    """Tell if a database takes the text as it is: neither NUL nor a lone surrogate is in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def check_whole(value: object, what: str, low: int, high: int) -> int:
+    """Return the whole number, or refuse it: an int from low to high."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidInputError(f"{what}={shown(value)} must be an int from {low} to {high}")
+    return int(value)
 
 
 def key_suffix(key: str | int | UUID | date) -> str:
