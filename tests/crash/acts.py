@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ from tests.shop.models import Order
 
 def start(flow: str, *ids: str, args: tuple[Any, ...] = ()) -> list[str]:
     return [loom.start(flow, args=args, execution_id=id).status for id in ids]
+
+
+def start_until(execution_id: str, when: str) -> str:
+    return loom.start("until", args=(datetime.fromisoformat(when),), execution_id=execution_id).status
 
 
 def command(*argv: str) -> str:
@@ -208,7 +212,7 @@ def start_in_a_fork(flow: str, first: str, second: str) -> int:
 ACTS: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (
-        start, command, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
+        start, start_until, command, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
         recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, start_in_a_fork,
     )
 }  # fmt: skip

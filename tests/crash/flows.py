@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import multiprocessing
 import os
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from loom_django import (
     FlowContext,
     RetryPolicy,
     StepContext,
+    StepFailed,
     flow,
     tool,
 )
@@ -356,3 +360,113 @@ def forking(ctx: StepContext) -> int:
 @flow("forks", steps=[quick, forking, charge])
 def forks(ctx: FlowContext) -> list[Any]:
     return [ctx.run(quick), ctx.run(forking), ctx.run(charge)]
+
+
+# Values and errors that others stumble over.
+
+NUL = "a\x00b"
+DEEP: Any = {"one": [{"two": {"three": [math.nan, math.inf, -math.inf, -0.0, float("1e400")]}}]}
+BIG = [9007199254740993, -(2**63), 2**64, 10**40, -(10**5000)]
+
+
+@tool(idempotent=False)
+def echo(ctx: StepContext, value: Any) -> Any:
+    effect(ctx)
+    return value
+
+
+@flow("echoes", steps=[echo])
+def echoes(ctx: FlowContext, value: Any) -> Any:
+    """What goes in comes out: as input, argument, result, answer, emitted value, decision, message, and end."""
+    ctx.emit("seen", value)
+    decided = ctx.decide("value", lambda: value)
+    step = ctx.run(echo, value)
+    answer = ctx.suspend("Go")
+    message = ctx.receive("note")
+    return [value, decided, step, answer, message]
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def _cyclic() -> Exception:
+    one, other = ValueError("one"), ValueError("x" * 5_000_000)
+    one.__cause__, other.__cause__ = other, one
+    return one
+
+
+def _local() -> Exception:
+    class HereError(Exception):
+        pass
+
+    return HereError("from in here")
+
+
+ODD_ERRORS: dict[str, Callable[[], BaseException]] = {
+    "two-arguments": lambda: TwoArgumentsError("a", "b"),
+    "unprintable": UnprintableError,
+    "cyclic": _cyclic,
+    "nul": lambda: ValueError(NUL),
+    "group": lambda: ExceptionGroup("several", [ValueError("one"), KeyError("two")]),
+    "base-group": lambda: BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError("one")]),
+    "generator-exit": GeneratorExit,
+    "system-exit": lambda: SystemExit(3),
+    "keyboard-interrupt": KeyboardInterrupt,
+    "cancelled": asyncio.CancelledError,
+    "local": _local,
+}
+
+
+@tool(idempotent=True)
+def odd(ctx: StepContext, name: str) -> None:
+    effect(ctx)
+    raise ODD_ERRORS[name]()
+
+
+@flow("odd-errors", steps=[odd, quick])
+def odd_errors(ctx: FlowContext, name: str) -> list[str]:
+    """Catches the failure, parks, and catches it again in the replay."""
+    try:
+        ctx.run(odd, name)
+    except StepFailed as failed:
+        ctx.suspend("Go")
+        return [failed.error_type, failed.message[:200]]
+    return ["nothing was raised"]
+
+
+@flow("until", steps=[charge])
+def until(ctx: FlowContext, when: datetime) -> list[Any]:
+    ctx.sleep_until(when)
+    slept = ctx.now()
+    ctx.sleep(2)
+    return [slept, ctx.now(), ctx.run(charge)]
+
+
+# Long runs. Their effects are counted by a byte each: a forced write for each would take longer than all else.
+
+
+@tool
+def counted(ctx: StepContext) -> int:
+    with Path(os.environ[LEDGER] + "-counted").open("a") as file:
+        file.write(f"{ctx.step_id}\n")
+    return 1
+
+
+@flow("counts", steps=[counted])
+def counts(ctx: FlowContext, count: int) -> int:
+    return sum(ctx.run(counted.keyed(number)) for number in range(count))
+
+
+@flow("counts-then-waits", steps=[counted], durability="deferred")
+def counts_then_waits(ctx: FlowContext, count: int) -> int:
+    done = sum(ctx.run(counted.keyed(number)) for number in range(count))
+    ctx.suspend("Go")
+    return done

@@ -244,6 +244,10 @@ class Lab:
             if execution_id in (None, line["execution"]) and step in (None, line["step"])
         ]
 
+    def counted(self) -> Counter[str]:
+        """How often each step of the long flows ran."""
+        return Counter(self.ledger.with_name("ledger-counted").read_text().split())
+
     def await_effect(self, execution_id: str, *, count: int = 1, step: str | None = None) -> None:
         eventually(
             lambda: len(self.effects(execution_id, step)) >= count, f"{count} effects of {execution_id}"
