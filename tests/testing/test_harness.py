@@ -469,7 +469,7 @@ class CommittedRowsTests(TransactionTestCase):
             h.run()
             assert handle.result() == "here"
         assert threads == [(threading.get_ident(), id(connection.connection))]
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("loom")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("loom-tool")]
 
     def test_a_start_in_atomic(self) -> None:
         """It is ready after the commit, as in a TestCase."""
