@@ -119,6 +119,7 @@ class Loop:
         self.stop = threading.Event()
         self.wake = threading.Event()
         self._reported_at = float("-inf")
+        self._complained_at = float("-inf")
 
     def turn(self) -> bool:
         """Tick every service once; True if any has more to do."""
@@ -141,10 +142,11 @@ class Loop:
     def run_once(self, *, busy: Callable[[], bool] = lambda: False) -> bool:
         """Turn until there is nothing more to do; False if a service failed."""
         while not self.stop.is_set():
+            was_busy = busy()  # what ended during the turn may have made room for more, or more to do
             more = self.turn()
             if any(service.failures for service in self.services):
                 return False
-            if not more and not busy():
+            if not more and not was_busy and not busy():
                 return True
             if not more:
                 self.wake.wait(0.05)
@@ -163,8 +165,14 @@ class Loop:
         healthy = not any(service.failures for service in self.services)
         state = {"at": time.time(), "pid": os.getpid(), "healthy": healthy}
         partial = self.ready_file.with_suffix(self.ready_file.suffix + ".new")
-        partial.write_text(json.dumps(state))
-        partial.replace(self.ready_file)
+        try:
+            partial.write_text(json.dumps(state))
+            partial.replace(self.ready_file)
+        except OSError as exc:
+            # Whoever watches the file sees that it is old; a full disk must not end what the loop serves.
+            if time.monotonic() - self._complained_at >= REPORT_EVERY:
+                self._complained_at = time.monotonic()
+                log.error("the ready file could not be written: %s", exc)
 
 
 def stop_on_signals(request_stop: Callable[[], None]) -> Callable[[], None]:

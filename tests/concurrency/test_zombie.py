@@ -101,7 +101,7 @@ def test_an_append_of_a_zombie_is_refused(lab: Lab):
 
 
 def test_a_step_that_must_not_run_twice_is_in_doubt_and_its_zombie_is_refused(lab: Lab):
-    """The successor does not run it again; the zombie's result, though right, comes too late for the log."""
+    """The successor does not run it again; the zombie's result comes too late, and is noted for the operator."""
     worker, _ = stop_inside_a_step(lab, NO_RENEWAL, "gate-once")
     take_over(lab)
     assert kinds("x")[-2:] == [Kind.EFFECT_INDOUBT, Kind.EXECUTION_SUSPENDED]
@@ -109,7 +109,8 @@ def test_a_step_that_must_not_run_twice_is_in_doubt_and_its_zombie_is_refused(la
     wake(worker)
     eventually(lambda: "StaleFenceError" in worker.log, "the zombie was refused")
     end(worker)
-    assert kinds("x")[-2:] == [Kind.EFFECT_INDOUBT, Kind.EXECUTION_SUSPENDED]
+    assert kinds("x")[-3:] == [Kind.EFFECT_INDOUBT, Kind.EXECUTION_SUSPENDED, Kind.EFFECT_RETURNED_LATE]
+    assert state("x").status is Status.SUSPENDED
     assert len(lab.effects("x")) == 1
     lab.run("resolve", "x", "gated_once", "completed-with-result", output="settled")
     lab.run("command", *SUCCESSOR)
