@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from django.db import connections
-from django.db.transaction import Atomic
+from django.db import Error, connections
+from django.db.transaction import Atomic, TransactionManagementError
 
 
 def open_transaction(connection: Any) -> bool:
@@ -25,6 +26,37 @@ def in_transaction(connection: Any) -> bool:
     if connection.in_atomic_block:
         return not all(_is_testcase(block) for block in connection.atomic_blocks)
     return open_transaction(connection)
+
+
+def begun_by_hand(connection: Any) -> bool:
+    """True inside a transaction that Django knows nothing of: somebody sent BEGIN. No round trip."""
+    driver = connection.connection
+    if driver is None or connection.in_atomic_block:
+        return False
+    if connection.vendor == "sqlite":
+        return bool(driver.in_transaction)
+    return driver.info.transaction_status.name in ("INTRANS", "INERROR")
+
+
+def leave_transaction(connection: Any) -> bool:
+    """Roll back whatever is open, TestCase's blocks excepted, and close the connection; True if that was to do.
+
+    Where autocommit is off by the settings a connection is always in a transaction, and stays there.
+    """
+    if not connection.settings_dict["AUTOCOMMIT"]:
+        return False
+    while connection.atomic_blocks and not _is_testcase(connection.atomic_blocks[-1]):
+        cause = TransactionManagementError("this block was never left")
+        with suppress(Error):
+            connection.atomic_blocks[-1].__exit__(type(cause), cause, None)
+    if connection.in_atomic_block:
+        return True
+    with suppress(Error):
+        connection.rollback()
+    with suppress(Error):
+        connection.set_autocommit(True)
+    connection.close()
+    return True
 
 
 def in_testcase(connection: Any) -> bool:

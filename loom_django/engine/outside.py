@@ -78,6 +78,7 @@ def append_outside(
         ResumeContendedError: somebody else was first every time; nothing was written.
     """
     last: Exception | None = None
+    engine.store.check_clock()
     for _ in range(ATTEMPTS):
         taken = engine.store.acquire_fence(execution_id) if acquire else fence
         journal = open_journal(engine, load_existing(engine, execution_id), fence=taken)

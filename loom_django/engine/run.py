@@ -23,6 +23,7 @@ from loom_django.engine.drive import AsyncDriver, Driver, SyncDriver
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
 from loom_django.engine.steps import recorded_error
+from loom_django.engine.transactions import leave_transaction_of
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
     ContextMisuseError,
@@ -92,7 +93,7 @@ def run_execution(
     flow = _flow_of(engine, journal, token)
     if flow is None:
         return Ended.REFUSED
-    engine.store.clock_offset()  # measured before facts are stamped in an event loop, where no query may be
+    engine.store.check_clock()  # measured before facts are stamped in an event loop, where no query may be
     driver = _driver(engine, flow, stop)
     body = Body(engine, journal, flow, driver)
     engine.keeper.hold(execution_id, token, body.lose)
@@ -148,6 +149,7 @@ def _run(body: Body) -> tuple[Any, BaseException | None]:
 
 def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> Ended:
     """Record how the body ended. What a seal says goes before what the body made of it."""
+    leave_transaction_of(body)
     if body.misuse is None and body.sealed is None and body.unawaited:
         forgotten = ", ".join(sorted(set(body.unawaited.values())))
         body.misuse = ContextMisuseError(

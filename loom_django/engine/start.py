@@ -68,6 +68,7 @@ def start(
             flow.id,
         )
     execution_id = options.execution_id or str(uuid.uuid4())
+    engine.store.check_clock()
     for _ in range(ATTEMPTS):
         journal = Journal(engine, Fold(), fence=None, writer=random_token())
         fields, new = _facts(engine, journal, flow, given, options, execution_id)

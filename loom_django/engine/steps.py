@@ -18,6 +18,7 @@ from loom_django.engine.core import from_micros, random_token
 from loom_django.engine.doubt import doubt_waits
 from loom_django.engine.drive import Invoke, Io, Outcome, Pause, Steps
 from loom_django.engine.late import note_late_result
+from loom_django.engine.transactions import call_tool
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
     EffectInDoubt,
@@ -202,7 +203,9 @@ def _prepared_call(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
 
     def call() -> Any:
         body.reached("in-effect", step_id)
-        return func(context, *arguments["args"], **arguments["kwargs"])
+        return call_tool(
+            body.engine.store, tool, lambda: func(context, *arguments["args"], **arguments["kwargs"])
+        )
 
     return context, call
 

@@ -60,9 +60,12 @@ class _WithIds(logging.Formatter):
 def beat(kind: str) -> Beat:
     """A service by which a loop of that kind says that it is alive."""
     engine = loom.engine
-    return Beat(
-        lambda: engine.store.beat(engine.identity.name, kind), lambda: engine.settings().LEASE_RENEW_INTERVAL
-    )
+
+    def say() -> None:
+        engine.store.beat(engine.identity.name, kind)
+        engine.store.check_clock()
+
+    return Beat(say, lambda: engine.settings().LEASE_RENEW_INTERVAL)
 
 
 def add_format(parser: argparse.ArgumentParser, *choices: str) -> None:

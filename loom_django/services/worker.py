@@ -133,6 +133,7 @@ class WorkerService:
         except BaseException:
             log.exception("a body's thread broke off", extra={"execution_id": claim.execution_id})
         finally:
+            store.leave_transaction()  # whatever left it: the thread's next body is not to find it
             store.close_old_connections()
             with self._condition:
                 self._held.discard(claim)

@@ -433,10 +433,16 @@ class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, Protocol)
         """The store's clock, asked."""
 
     def clock_offset(self) -> float:
-        """Seconds by which the store's clock is ahead of this process's; measured once, then at `measure`."""
+        """Seconds by which the store's clock is ahead of this process's, as they were measured last."""
 
     def measure(self) -> None:
         """Measure the offset again."""
+
+    def check_clock(self) -> None:
+        """Measure the offset again if that was some time ago, or the host's clock has been moved since.
+
+        Called where a query more is no matter: before a body is run, and before an append from outside.
+        """
 
     def shift_clock(self, by: timedelta) -> None:
         """Move this store's clock; for the testing kit only."""
@@ -447,11 +453,17 @@ class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, Protocol)
     def in_transaction(self) -> bool:
         """True inside a caller's open transaction; TestCase's own does not count."""
 
+    def leave_transaction(self) -> bool:
+        """Roll back what somebody left open on this thread's connection, and close that; True if it was so.
+
+        TestCase's own transaction is nobody's to leave.
+        """
+
     def check_caller(self, call: str) -> None:
         """Refuse a writing call that could not hang on to a commit; warn where it would join none.
 
         Raises:
-            OpenTransactionError: autocommit is off and no atomic block is open.
+            OpenTransactionError: a transaction is open, and no atomic block is.
         """
 
     def in_testcase(self) -> bool:

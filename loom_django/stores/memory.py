@@ -459,6 +459,9 @@ class MemoryStore:
     def measure(self) -> None:
         """Nothing to do: the offset is never remembered."""
 
+    def check_clock(self) -> None:
+        """Nothing to do: the offset is never remembered."""
+
     def shift_clock(self, by: timedelta) -> None:
         self._shift += by
 
@@ -493,6 +496,9 @@ class MemoryStore:
         # Whoever else asks waits for the lock, and finds the transaction over.
         with self._lock:
             return self._depth > 0
+
+    def leave_transaction(self) -> bool:
+        return False  # a block of transaction() ends with its call
 
     def check_caller(self, call: str) -> None:
         """A program may always call."""

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from django.db import connections, transaction
+from django.db import Error, connections, transaction
 
 from loom_django import compat
 from loom_django.errors import OpenTransactionError, StaleFenceError
@@ -46,6 +46,10 @@ logger = logging.getLogger("loom_django.stores")
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 NO_LIMIT: Final = 2**62
+
+# The clock's offset is measured again after so many seconds, or when the host's clock was moved by so many.
+CLOCK_AGE: Final = 15.0
+CLOCK_STEP: Final = 0.05
 
 Row = Sequence[Any]
 
@@ -81,6 +85,8 @@ class SqlStore(ABC):
         self.sleep: Callable[[float], None] = time.sleep
         self._shift = timedelta()
         self._offset: float | None = None
+        self._measured_at = 0.0  # by the monotonic clock
+        self._apart = 0.0  # the host's clock less the monotonic one, which nobody moves
 
     @property
     def connection(self) -> Any:
@@ -375,7 +381,23 @@ class SqlStore(ABC):
         before = datetime.now(UTC)
         asked = self.now()
         after = datetime.now(UTC)
+        self._measured_at, self._apart = time.monotonic(), _apart()
         self._offset = (asked - before - (after - before) / 2).total_seconds()
+
+    def check_clock(self) -> None:
+        if self._offset is None:
+            self.measure()
+            return
+        old = time.monotonic() - self._measured_at >= CLOCK_AGE
+        moved = abs(_apart() - self._apart) >= CLOCK_STEP
+        if not (old or moved) or self.in_testcase():
+            return
+        try:
+            self.measure()
+        except Error as error:
+            if self.in_transaction():
+                raise  # the transaction is broken by it
+            logger.debug("the store's clock could not be read; the offset stays: %s", error)
 
     def shift_clock(self, by: timedelta) -> None:
         self._shift += by
@@ -385,14 +407,18 @@ class SqlStore(ABC):
     def transaction(self) -> AbstractContextManager[Any]: ...
 
     def in_transaction(self) -> bool:
-        return compat.in_transaction(self.connection)
+        return compat.in_transaction(self.connection) or compat.begun_by_hand(self.connection)
+
+    def leave_transaction(self) -> bool:
+        return self.in_transaction() and compat.leave_transaction(self.connection)
 
     def check_caller(self, call: str) -> None:
         connection = self.connection
         if self.in_transaction() and not connection.in_atomic_block:
             raise OpenTransactionError(
                 call,
-                "autocommit is off and no atomic block is open, so there is no commit to wait for",
+                "autocommit is off, or BEGIN was sent, and no atomic block is open, so there is no commit to "
+                "wait for",
                 "Use transaction.atomic().",
             )
         if not self.in_transaction() and (other := compat.other_transaction(self.alias)):
@@ -425,6 +451,10 @@ class SqlStore(ABC):
 
     def close_old_connections(self) -> None:
         compat.renew_connections()
+
+
+def _apart() -> float:
+    return time.time() - time.monotonic()
 
 
 def dumps(value: Any) -> str:

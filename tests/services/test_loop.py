@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,3 +96,18 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     thread.start()
     thread.join(20)
     assert outcome == [None]
+
+
+def test_a_ready_file_that_cannot_be_written_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is told once in a while, and the loop serves on."""
+    monkeypatch.setattr("loom_django.services.loop.REPORT_PROGRESS_EVERY", 0.0)
+    service = Scripted("a", True, True, True)
+    loop = loop_of(service)
+    loop.ready_file = tmp_path / "absent" / "ready"
+    loop.after_turn = lambda: loop.request_stop() if service.calls == 5 else None
+    with caplog.at_level(logging.ERROR, "loom_django.loop"):
+        assert loop.run() is True
+    assert service.calls == 5
+    assert [record.message.startswith("the ready file") for record in caplog.records] == [True]
