@@ -96,6 +96,8 @@ class Body:
             OpenTransactionError: inside an open atomic block.
             Unwind: the body was stopped, and went on.
         """
+        if self.driver.closed:
+            raise Unwind(Why.INTERRUPTED)  # the body has ended; this is what it left running
         if self.sealed is not None:
             raise self.sealed
         if self.driver.stop.is_set():
@@ -107,12 +109,33 @@ class Body:
                     f"left to chance. Use threads inside one tool."
                 )
             )
+        self.check_task(what)
         if self.unawaited:
             forgotten = ", ".join(sorted(set(self.unawaited.values())))
             self.unawaited.clear()
             self.refuse(ContextMisuseError(f"ctx.{forgotten} was not awaited before ctx.{what}: write await"))
         if self.engine.store.in_transaction():
             self.refuse(OpenTransactionError(f"ctx.{what}"))
+
+    def check_task(self, what: str) -> None:
+        """Refuse a call from another task than the body's, or from another thread.
+
+        Raises:
+            ContextMisuseError: from elsewhere. Unwind: it comes from what an ended or a stopped body left behind.
+        """
+        if self.driver.in_body() and not self.driver.closed:
+            return
+        if self.driver.closed:
+            raise Unwind(Why.INTERRUPTED)
+        if self.sealed is not None:
+            raise self.sealed
+        self.refuse(
+            ContextMisuseError(
+                f"ctx.{what} was called in another task or thread than the flow's (asyncio.gather, create_task, "
+                f"a task group); the order of its calls would be left to chance. Threads and tasks belong "
+                f"inside one tool."
+            )
+        )
 
     def refuse(self, error: LoomError) -> NoReturn:
         """Raise misuse, and let nothing of this body be dispatched after it."""
@@ -124,6 +147,8 @@ class Body:
         """Stop the body at its next call; called from other threads too."""
         if self.sealed is None:
             self.sealed = Unwind(why, cause)
+        if why is Why.LOST:
+            self.driver.interrupt()
         return self.sealed
 
     def raise_seal(self) -> None:
@@ -394,7 +419,9 @@ class Body:
         except WakesMoved:
             self.ask_store(lambda: self.journal.rebase(self.journal.kept[:-1]))
             return
-        raise self.seal(Why.PARKED)
+        # Whatever was said meanwhile by others (misuse in another task): the park has landed, and is the end.
+        self.sealed, self.misuse = Unwind(Why.PARKED), None
+        raise self.sealed
 
     def park_in_doubt(self, doubts: list[Frame], cause: str) -> None:
         """Park on effects whose fate nobody knows; leaves the body."""

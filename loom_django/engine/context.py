@@ -17,7 +17,8 @@ from uuid import UUID
 from loom_django.definitions import Tool
 from loom_django.engine.body import Body, metered
 from loom_django.engine.core import from_micros
-from loom_django.engine.drive import AsyncDriver, Steps, SyncDriver
+from loom_django.engine.drive import AsyncDriver, CutOff, Steps, SyncDriver
+from loom_django.errors import ContextMisuseError
 from loom_django.kernel import codec
 from loom_django.kernel.durations import Duration
 
@@ -224,25 +225,48 @@ class FlowContext(_Context):
 class Operation(Generic[R]):
     """A call of an async context that is to be awaited; one that is not is found out at the next call."""
 
-    def __init__(self, context: AsyncFlowContext, name: str, steps: Steps[R]) -> None:
-        self._body = context._body
+    def __init__(self, body: Body, name: str, steps: Steps[R]) -> None:
+        self._body = body
+        self._name = name
         self._steps = steps
         self._number = next(_numbers)
-        self._body.unawaited[self._number] = name
+        self._awaited = False
+        body.unawaited[self._number] = name
 
     def __await__(self) -> Generator[Any, Any, R]:
-        self._body.unawaited.pop(self._number, None)
-        driver = self._body.driver
-        if not isinstance(driver, AsyncDriver):
+        body = self._body
+        body.check_task(self._name)
+        if self._awaited:
+            body.refuse(
+                ContextMisuseError(f"ctx.{self._name} was awaited twice: keep the result, or call it again")
+            )
+        self._awaited = True
+        body.unawaited.pop(self._number, None)
+        if not isinstance(body.driver, AsyncDriver):
             raise TypeError("an AsyncFlowContext is driven by a loop")
-        return driver.drive(self._steps).__await__()
+        return self._driven(body.driver).__await__()
+
+    async def _driven(self, driver: AsyncDriver) -> R:
+        try:
+            return await driver.drive(self._steps)
+        except CutOff:
+            pass
+        if self._body.sealed is not None:
+            raise self._body.sealed
+        self._body.refuse(
+            ContextMisuseError(
+                f"the flow cancelled itself while it waited for ctx.{self._name} (asyncio.timeout, a task group): "
+                f"a step cannot be cut off by the flow. Give the tool a timeout="
+            )
+        )
 
 
 class AsyncFlowContext(_Context):
     """What an async flow asks the world through: the names of :class:`FlowContext`, awaited."""
 
     def _do(self, name: str, steps: Steps[R]) -> Awaitable[R]:
-        return Operation(self, name, steps)
+        self._body.check_task(name)
+        return Operation(self._body, name, steps)
 
     def run(self, tool: Tool[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
         """See :meth:`FlowContext.run`."""

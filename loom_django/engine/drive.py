@@ -10,18 +10,33 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from loom_django.engine import calls
+from loom_django.engine.calls import Call, Here, Outcome, OwnThread, abandoned, boxed, measured
 from loom_django.engine.unwind import Unwind, Why
 
-T = TypeVar("T")
+__all__ = [
+    "AsyncDriver",
+    "Command",
+    "CutOff",
+    "Driver",
+    "Invoke",
+    "Io",
+    "Outcome",
+    "Pause",
+    "Steps",
+    "SyncDriver",
+    "abandoned",
+]
 
-# How long a cancelled async tool may take to notice, in seconds, before it is left behind.
-CANCEL_GRACE: Final = 5.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +63,12 @@ class Pause:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a tool's call ended: ``value``, or ``error``; ``timed_out`` if nobody waited for its end."""
-
-    value: Any = None
-    error: BaseException | None = None
-    timed_out: bool = False
-    elapsed: float = 0.0
-
-
 Command = Io | Invoke | Pause
 Steps = Generator[Command, Any, T]
 
 
-class Abandoned:
-    """Threads whose tool outlived its timeout; counted, since each holds a thread until its call returns."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.count = 0
-
-    def change(self, by: int) -> None:
-        with self._lock:
-            self.count += by
-
-
-abandoned = Abandoned()
+class CutOff(BaseException):
+    """The flow cancelled its own task while it waited for a call of the context."""
 
 
 class Driver:
@@ -84,59 +78,110 @@ class Driver:
         self.close_connections = close_connections
         self.one_thread = one_thread  # a TestCase: no other thread sees its transaction
         self.stop = threading.Event()
+        self._own = OwnThread()
+        self._here = one_thread or calls.in_testcase()
+        self._call: Call | None = None
+        self._interrupted = False
+
+    @property
+    def closed(self) -> bool:
+        """True when the body has ended: what it left running may do nothing more."""
+        return False
+
+    def in_body(self) -> bool:
+        """True where the body itself runs, rather than something that it has set going beside it."""
+        return True
+
+    def interrupt(self) -> None:
+        """Cancel the async tool that runs, and any that would; called from other threads."""
+        self._interrupted = True
+        call = self._call
+        if call is not None:
+            call.interrupt(asyncio.CancelledError())
 
     def call_sync(self, command: Invoke) -> Outcome:
         """Call a plain tool, in a thread of its own if it has a timeout."""
         if command.timeout is None or self.one_thread:
-            outcome = _measured(command.call)
+            outcome = measured(command.call)
+            if isinstance(outcome.error, Unwind):
+                raise outcome.error
             late = command.timeout is not None and outcome.elapsed > command.timeout
             return Outcome(error=TimeoutError(), timed_out=True, elapsed=outcome.elapsed) if late else outcome
-        return self._call_in_thread(command, command.timeout)
+        return self.call_in_thread(command)
 
-    def _call_in_thread(self, command: Invoke, timeout: float) -> Outcome:
-        context = contextvars.copy_context()
-        done = threading.Event()
-        lock = threading.Lock()
-        box: list[Outcome] = []
-        given_up = False
-
-        def run() -> None:
-            outcome = context.run(_measured, command.call)
+    def call_in_thread(self, command: Invoke) -> Outcome:
+        """Call a tool in a thread of its own and wait for it, doing meanwhile what it needs done here."""
+        inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        call = self._new_call(command, tell=lambda: inbox.put(None), post=inbox.put)
+        why: BaseException | None = None
+        try:
+            self._start(call)
+            if not _serve(inbox, command.timeout, lambda: bool(call.outcome or call.why)):
+                why = TimeoutError()
+        except (KeyboardInterrupt, SystemExit) as exc:
+            why = exc
+        outcome = call.give_up()
+        if outcome is None and command.is_async:
+            call.cancel()
             try:
-                with lock:
-                    box.append(outcome)
-                    late = given_up
-                if late:
-                    abandoned.change(-1)
-                    command.on_late(outcome)
-            finally:
-                done.set()
-                self.close_connections()
+                _serve(inbox, calls.CANCEL_GRACE, lambda: call.outcome is not None)
+            except (KeyboardInterrupt, SystemExit) as exc:
+                why = exc
+        return self._ended(call, outcome, why or call.why)
 
-        started = time.monotonic()
-        threading.Thread(target=run, name="loom-tool", daemon=True).start()
-        done.wait(timeout)
-        with lock:
-            if box:
-                return box[0]
-            given_up = True
-        abandoned.change(1)
-        return Outcome(error=TimeoutError(), timed_out=True, elapsed=time.monotonic() - started)
+    def _new_call(
+        self, command: Invoke, *, tell: Callable[[], None], post: Callable[[Callable[[], None]], None]
+    ) -> Call:
+        self._own.renew()
+        executor = Here(post) if self._here else self._own
+        return Call(
+            command.call, is_async=command.is_async, on_late=command.on_late, executor=executor, tell=tell
+        )
+
+    def _start(self, call: Call) -> None:
+        if call.is_async:
+            self._call = call
+        call.start()
+        if call.is_async and self._interrupted:
+            call.interrupt(asyncio.CancelledError())
+
+    def _ended(self, call: Call, outcome: Outcome | None, why: BaseException | None) -> Outcome:
+        """What the waiting came to: an outcome that was there in time, or the reason to wait no longer."""
+        self._call = None
+        self._own.forsake()  # a cancelled sync_to_async has left its work under way
+        cancelled = outcome is not None and isinstance(outcome.error, asyncio.CancelledError)
+        if why is not None and (
+            outcome is None or cancelled or isinstance(why, KeyboardInterrupt | SystemExit)
+        ):
+            timed_out = isinstance(why, TimeoutError)
+            return Outcome(error=why, timed_out=timed_out, elapsed=call.elapsed)
+        if outcome is None:
+            raise AssertionError("a call was given up without a reason")
+        if isinstance(outcome.error, Unwind):
+            raise outcome.error
+        return outcome
 
     def pause(self, length: float) -> None:
         if self.stop.wait(length):
             raise Unwind(Why.INTERRUPTED)
 
 
-def _measured(call: Callable[[], Any]) -> Outcome:
-    started = time.monotonic()
-    try:
-        value = call()
-    except Unwind:
-        raise
-    except BaseException as exc:
-        return Outcome(error=exc, elapsed=time.monotonic() - started)
-    return Outcome(value=value, elapsed=time.monotonic() - started)
+def _serve(
+    inbox: queue.SimpleQueue[Callable[[], None] | None], seconds: float | None, until: Callable[[], bool]
+) -> bool:
+    """Do what comes in until something has happened; False if it has not within these seconds."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while not until():
+        left = None if end is None else end - time.monotonic()
+        if left is not None and left <= 0:
+            return False
+        try:
+            work = inbox.get(timeout=left)
+        except queue.Empty:
+            return until()
+        if work is not None:
+            work()
+    return True
 
 
 class SyncDriver(Driver):
@@ -161,12 +206,22 @@ class SyncDriver(Driver):
             return command.call()
         if isinstance(command, Pause):
             return self.pause(command.seconds)
-        if command.is_async:
-            return asyncio.run(_await_measured(command.call, command.timeout))
-        return self.call_sync(command)
+        return self.call_in_thread(command) if command.is_async else self.call_sync(command)
 
     def run_body(self, call: Callable[[], Any]) -> Any:
-        return call()
+        try:
+            return call()
+        finally:
+            self._own.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Something to be done while the loop stands still; its context is the asking task's."""
+
+    call: Callable[[], Any]
+    context: contextvars.Context
+    answer: asyncio.Future[tuple[Any, BaseException | None]]
 
 
 class AsyncDriver(Driver):
@@ -174,21 +229,54 @@ class AsyncDriver(Driver):
 
     def __init__(self, *, close_connections: Callable[[], None], one_thread: bool) -> None:
         super().__init__(close_connections=close_connections, one_thread=one_thread)
-        self._asked: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Outcome] | None = None
+        self._asked: list[Callable[[], None]] = []
         self._wake: asyncio.Future[None] | None = None
+        self._cut = False
+        self._left = False
+
+    @property
+    def closed(self) -> bool:
+        return self._left or (self._task is not None and self._task.done())
+
+    def in_body(self) -> bool:
+        try:
+            return self._task is not None and asyncio.current_task() is self._task
+        except RuntimeError:  # no loop runs in this thread
+            return False
 
     async def drive(self, steps: Steps[T]) -> T:
-        """Run a generator of commands to its end and return its result."""
+        """Run a generator of commands to its end and return its result.
+
+        A flow that cancels its own task does not get at the rules: what was asked for is done, or has the
+        outcome that it was cut off; what is known by then is recorded, and nothing new is begun.
+
+        Raises:
+            CutOff: the body's task was cancelled meanwhile.
+        """
+        self._cut = False
         try:
             command = next(steps)
             while True:
+                if self._cut and not isinstance(command, Io):
+                    command = steps.throw(CutOff())
+                    continue
                 try:
                     result = await self._perform(command)
+                except GeneratorExit as exc:
+                    if self.closed:
+                        steps.close()
+                        raise
+                    command = steps.throw(exc)
                 except BaseException as exc:
                     command = steps.throw(exc)
                 else:
-                    command = steps.send(result)
+                    cut = self._cut and isinstance(command, Io)
+                    command = steps.throw(CutOff()) if cut else steps.send(result)
         except StopIteration as stop:
+            if self._cut:
+                raise CutOff from None
             return stop.value  # type: ignore[no-any-return]
 
     async def _perform(self, command: Command) -> Any:
@@ -197,24 +285,101 @@ class AsyncDriver(Driver):
         if isinstance(command, Pause):
             return await self._outside(lambda: self.pause(command.seconds))
         if command.is_async:
-            return await _await_measured(command.call, command.timeout)
+            return await self._beside(command)
         return await self._outside(lambda: self.call_sync(command))
 
     async def _outside(self, call: Callable[[], Any]) -> Any:
-        """Have a call made while the loop stands still."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.append((call, future))
+        """Have a call made while the loop stands still. A cancellation that comes meanwhile is kept."""
+        if self.closed:
+            raise Unwind(Why.INTERRUPTED)
+        asked = _Asked(call, contextvars.copy_context(), asyncio.get_running_loop().create_future())
+        self._asked.append(lambda: _answer(asked))
+        self._ring()
+        while True:
+            try:
+                result, error = await asyncio.shield(asked.answer)
+            except asyncio.CancelledError:
+                self._cut_off()
+            else:
+                break
+        if isinstance(error, StopIteration):
+            raise RuntimeError("a call raised StopIteration") from error
+        if error is not None:
+            raise error
+        return result
+
+    async def _beside(self, command: Invoke) -> Outcome:
+        """Call an async tool in a loop and a thread of its own, with this loop running on."""
+        loop = asyncio.get_running_loop()
+        bell = asyncio.Event()
+        call = self._new_call(command, tell=lambda: _call_in(loop, bell.set), post=self._post)
+        why: BaseException | None = None
+        try:
+            self._start(call)
+            async with asyncio.timeout(command.timeout):
+                await bell.wait()
+        except TimeoutError:
+            why = TimeoutError()
+        except (KeyboardInterrupt, SystemExit) as exc:
+            why = exc
+        except asyncio.CancelledError:
+            if self.closed:
+                call.cancel()
+                call.give_up()
+            self._cut_off()
+            why = CutOff()
+        outcome = call.give_up()
+        if outcome is None:
+            call.cancel()
+            await self._grace(call, bell)
+        return self._ended(call, outcome, why or call.why)
+
+    async def _grace(self, call: Call, bell: asyncio.Event) -> None:
+        """Wait for a cancelled call as long as it may take to notice."""
+        end = time.monotonic() + calls.CANCEL_GRACE
+        while True:
+            bell.clear()
+            if call.outcome is not None:
+                return
+            try:
+                async with asyncio.timeout(end - time.monotonic()):
+                    await bell.wait()
+            except TimeoutError:
+                return
+            except asyncio.CancelledError:
+                self._cut_off()
+
+    def _cut_off(self) -> None:
+        if self.closed:
+            raise Unwind(Why.INTERRUPTED)
+        self._cut = True
+
+    def _ring(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
-        return await future
+
+    def _post(self, work: Callable[[], None]) -> None:
+        """Have work done by the body's thread while its loop stands still; called from other threads too."""
+        if self.closed or self._loop is None:
+            raise RuntimeError("the flow's body has ended: what it left running gets no thread any more")
+        self._asked.append(work)
+        self._loop.call_soon_threadsafe(self._ring)
 
     def run_body(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine body, doing what it asks for between turns of the loop."""
-        loop = asyncio.new_event_loop()
+        self._loop = loop = asyncio.new_event_loop()
+        executor: Executor = Here(self._post) if self._here else self._own
+        context = contextvars.copy_context()
+        context.run(calls.set_apart, executor)
         try:
-            outcome = self._pump(loop, loop.create_task(_boxed(call)))
+            self._task = loop.create_task(boxed(call), context=context)
+            outcome = self._pump(loop, self._task)
         finally:
-            _shut_down(loop)
+            self._left = True
+            try:
+                calls.shut_down(loop)
+            finally:
+                self._own.close()
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
@@ -225,65 +390,28 @@ class AsyncDriver(Driver):
             if self._asked:
                 self._wake.set_result(None)
             either: set[asyncio.Future[Any]] = {body, self._wake}
-            loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
+            try:
+                loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
+            except (KeyboardInterrupt, SystemExit) as exc:
+                if self._call is None or not self._call.interrupt(exc):
+                    raise
             asked, self._asked = self._asked, []
-            for call, future in asked:
-                self._answer(call, future)
-            if body.done() and not asked:
+            for work in asked:
+                work()
+            if body.done():
                 return body.result()
 
-    @staticmethod
-    def _answer(call: Callable[[], Any], future: asyncio.Future[Any]) -> None:
-        try:
-            result = call()
-        except BaseException as exc:
-            # A future refuses StopIteration, and a waiter that was cancelled takes nothing.
-            if not future.done():
-                future.set_exception(exc)
-        else:
-            if not future.done():
-                future.set_result(result)
 
-
-async def _await_measured(call: Callable[[], Any], timeout: float | None) -> Outcome:
-    started = time.monotonic()
-    task = asyncio.ensure_future(_boxed(call))
+def _answer(asked: _Asked) -> None:
+    answer: tuple[Any, BaseException | None]
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout)
-    except asyncio.CancelledError:
-        task.cancel()
-        raise
-    elapsed = time.monotonic() - started
-    if not done:
-        task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_GRACE)
-        return Outcome(error=TimeoutError(), timed_out=True, elapsed=elapsed)
-    if task.cancelled():
-        return Outcome(error=asyncio.CancelledError(), elapsed=elapsed)
-    outcome = task.result()
-    if isinstance(outcome.error, Unwind):
-        raise outcome.error
-    return replace(outcome, elapsed=elapsed)
-
-
-async def _boxed(call: Callable[[], Any]) -> Outcome:
-    """Await a call and return how it ended: a SystemExit let into a task would end the loop around it."""
-    try:
-        return Outcome(value=await call())
-    except asyncio.CancelledError:
-        raise
+        answer = asked.context.run(asked.call), None
     except BaseException as exc:
-        return Outcome(error=exc)
+        answer = None, exc
+    if not asked.answer.done():
+        asked.answer.set_result(answer)
 
 
-def _shut_down(loop: asyncio.AbstractEventLoop) -> None:
-    """End what a body left running, as ``asyncio.run`` does."""
-    try:
-        rest = asyncio.all_tasks(loop)
-        for task in rest:
-            task.cancel()
-        if rest:
-            loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-    finally:
-        loop.close()
+def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call in a loop, from another thread or between its turns."""
+    loop.call_soon_threadsafe(call)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from loom_django.definitions import Tool
 from loom_django.engine.core import from_micros, random_token
 from loom_django.engine.doubt import doubt_waits
-from loom_django.engine.drive import Invoke, Io, Outcome, Pause, Steps
+from loom_django.engine.drive import CutOff, Invoke, Io, Outcome, Pause, Steps
 from loom_django.engine.late import note_late_result
 from loom_django.engine.transactions import call_tool
 from loom_django.engine.unwind import Unwind, Why
@@ -268,6 +268,8 @@ def _raised(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) ->
     interrupted = _is_interrupt(body, error)
     if tool.idempotent is False and (cause := _doubt(tool, outcome, error)):
         yield from _in_doubt(body, step_id, cause, interrupt=error if interrupted else None)
+    if isinstance(error, CutOff):
+        raise error
     if interrupted:
         raise body.seal(Why.INTERRUPTED, error)
     if outcome.timed_out:
@@ -279,6 +281,8 @@ def _doubt(tool: Tool[..., Any], outcome: Outcome, error: BaseException) -> str:
     """Why nobody knows whether a non-idempotent effect happened; '' if it is known that it failed."""
     if outcome.timed_out:
         return f"no answer within {tool.timeout} s"
+    if isinstance(error, CutOff):
+        return "the flow cut the call off"
     for leaf in _leaves(error):
         if isinstance(leaf, EffectInDoubt):
             return bounded(str(leaf.message), MAX_CAUSE_BYTES) or "the tool cannot say"
@@ -394,7 +398,7 @@ def _transactional(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
     context, call = _prepared_call(body, step_id, tool, given)
     try:
         return (yield Io(lambda: _in_transaction(body, step_id, call, context)))
-    except Unwind:
+    except (Unwind, CutOff):
         raise
     except BaseException as exc:
         error = exc
