@@ -27,6 +27,7 @@ def lab(
 ) -> Iterator[Lab]:
     """Processes on the test's database, with a ledger of their own."""
     env = {**child_env(), "DJANGO_SETTINGS_MODULE": "tests.crash.settings"}
+    env.pop("PYTEST_CURRENT_TEST", None)  # else each test would be an environment of its own
     key = json.dumps(sorted(env.items()))
     if key not in zygotes:
         zygotes[key] = Zygote(env)
