@@ -276,7 +276,9 @@ class Body:
         self.enter("sleep_until")
         if not is_aware(when):
             self.refuse(
-                InvalidInputError(f"sleep_until takes an aware datetime, not {when!r}: give it a time zone")
+                InvalidInputError(
+                    f"sleep_until takes an aware datetime that exists in UTC, not {when!r}: give it a time zone"
+                )
             )
         yield from self._sleep_until(to_micros(when), always=False)
 
@@ -332,8 +334,10 @@ class Body:
         if known is not None:
             self.served(known.at)
             return self.decode(known.value)
-        if inspect.signature(decider).parameters:
-            self.refuse(InvalidInputError(f"the decider of {decision_id!r} must take no arguments"))
+        if takes_arguments(decider):
+            self.refuse(
+                InvalidInputError(f"the decider of {decision_id!r} must take no arguments: pass a lambda")
+            )
         outcome: Outcome = yield Invoke(decider, inspect.iscoroutinefunction(decider), None, _ignore_late)
         if outcome.error is not None:
             raise outcome.error
@@ -483,6 +487,14 @@ def metered(resource: str, amount: Any) -> dict[str, Any]:
     if not exact.is_finite() or exact < 0:
         raise InvalidInputError(f"a metered amount is finite and not negative, not {amount!r}")
     return {"resource": resource, "amount": Encoded(codec.dumps(exact))}
+
+
+def takes_arguments(function: Callable[..., Any]) -> bool:
+    """True too for one whose signature cannot be read, as of some built-in functions."""
+    try:
+        return bool(inspect.signature(function).parameters)
+    except ValueError:
+        return True
 
 
 def is_aware(when: object) -> bool:

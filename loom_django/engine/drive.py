@@ -74,8 +74,7 @@ class CutOff(BaseException):
 class Driver:
     """What both drivers share: the calls that are made in threads."""
 
-    def __init__(self, *, close_connections: Callable[[], None], one_thread: bool) -> None:
-        self.close_connections = close_connections
+    def __init__(self, *, one_thread: bool) -> None:
         self.one_thread = one_thread  # a TestCase: no other thread sees its transaction
         self.stop = threading.Event()
         self._own = OwnThread()
@@ -227,8 +226,8 @@ class _Asked:
 class AsyncDriver(Driver):
     """Carries commands out for a coroutine body, in a loop that only runs between them."""
 
-    def __init__(self, *, close_connections: Callable[[], None], one_thread: bool) -> None:
-        super().__init__(close_connections=close_connections, one_thread=one_thread)
+    def __init__(self, *, one_thread: bool) -> None:
+        super().__init__(one_thread=one_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Outcome] | None = None
         self._asked: list[Callable[[], None]] = []

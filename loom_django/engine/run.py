@@ -126,7 +126,7 @@ def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | N
 
 def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:
     kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
-    driver = kind(close_connections=engine.store.close_connections, one_thread=engine.store.in_testcase())
+    driver = kind(one_thread=engine.store.in_testcase())
     if stop is not None:
         driver.stop = stop
     return driver

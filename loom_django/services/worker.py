@@ -49,6 +49,7 @@ class WorkerService:
         self.on_free = on_free
         self.draining = threading.Event()
         self.claimed = 0
+        self._asked_at = 0
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
         self._held: set[Claimed] = set()
         self._condition = threading.Condition()
@@ -66,6 +67,13 @@ class WorkerService:
         """The ids of the executions whose bodies are running now."""
         with self._condition:
             return {claim.execution_id for claim in self._held}
+
+    def stirred(self) -> bool:
+        """True if bodies are running, or some were claimed since this was asked: they may have left more to do."""
+        with self._condition:
+            stirred = bool(self._held) or self.claimed != self._asked_at
+            self._asked_at = self.claimed
+            return stirred
 
     @property
     def exhausted(self) -> bool:

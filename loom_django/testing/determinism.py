@@ -90,7 +90,7 @@ class _Replay(Body):
 
     def __init__(self, engine: Engine, journal: Journal, flow: Flow[..., Any], stop: Event) -> None:
         kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
-        super().__init__(engine, journal, flow, kind(close_connections=lambda: None, one_thread=True))
+        super().__init__(engine, journal, flow, kind(one_thread=True))
         parked = stop.kind == Kind.EXECUTION_SUSPENDED and stop.data.get("reason") != "error"
         self.stop = stop
         self.expected: list[Mapping[str, Any]] = stop.data["waits"] if parked else []

@@ -514,7 +514,7 @@ class _OnClock(Driver):
     """Measures calls by the harness's clock, in the test's own thread; waits in process take no time."""
 
     def __init__(self, harness: Harness) -> None:
-        super().__init__(close_connections=lambda: None, one_thread=False)
+        super().__init__(one_thread=False)
         self._harness = harness
 
     def call_sync(self, command: Invoke) -> Outcome:

@@ -546,7 +546,8 @@ def test_a_value_that_this_code_cannot_read_leaves_the_execution_alone(world: Wo
     class Money:
         cents: int
 
-    codec.register_type(Money, name="t.unread.Money")
+    name = f"t.unread.Money.{type(world.engine.store).__name__}"
+    codec.register_type(Money, name=name)
 
     @tool
     def price(ctx: StepContext) -> Money:
@@ -562,10 +563,10 @@ def test_a_value_that_this_code_cannot_read_leaves_the_execution_alone(world: Wo
         return found.cents
 
     handle = body.start()
-    entry = codec._by_name.pop("t.unread.Money")
+    entry = codec._by_name.pop(name)
     world.loom.resume(handle.id, event_type="Go")
     assert handle.status == Status.RUNNING
-    codec._by_name["t.unread.Money"] = entry
+    codec._by_name[name] = entry
     world.shift(timedelta(seconds=700))
     world.recover()
     assert handle.result() == 5

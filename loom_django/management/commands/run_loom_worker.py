@@ -66,7 +66,7 @@ class Command(BaseCommand):
         worker.on_free = loop.wake.set
         undo = stop_on_signals(lambda: self._request_stop(worker, loop))
         try:
-            fine = loop.run_once(busy=lambda: worker.running > 0) if options["once"] else loop.run()
+            fine = loop.run_once(busy=worker.stirred) if options["once"] else loop.run()
             drained = worker.drain(options["grace"])
         finally:
             undo()
