@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from loom_django.models import Execution
+from loom_django.runtime import loom
+from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.loop import Loop
-from tests.crash.kit import Lab
+from loom_django.services.worker import WorkerService
+from tests.crash import flows
+from tests.crash.kit import Lab, eventually
 
 MANY = 60
 
@@ -36,6 +40,23 @@ def test_a_seat_that_becomes_free_during_the_turn_is_used():
     loop = Loop([service], interval=lambda: 0.01, after_turn=lambda: None, draw=lambda: 0.5)
     assert loop.run_once(busy=lambda: service.running)
     assert service.waiting == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_bodies_that_were_over_at_once_are_not_overlooked():
+    """A body that ended while its claim was still being made may have left more to do as well."""
+    loom.dispatcher, before = WorkerDispatcher(), loom.dispatcher
+    try:
+        flows.idle.start(0)
+        worker = WorkerService(loom.engine, concurrency=1)
+        assert not worker.stirred()
+        worker.tick()
+        eventually(lambda: not worker.running, "the body is over")
+        assert worker.stirred()
+        assert not worker.stirred()
+        assert worker.drain(10)
+    finally:
+        loom.dispatcher = before
 
 
 def test_once_leaves_nothing_that_is_ready(lab: Lab):
