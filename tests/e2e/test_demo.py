@@ -57,6 +57,11 @@ def environment(bare_environment: dict[str, str]) -> Iterator[dict[str, str]]:
         connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
 
 
+def heed_interrupts() -> None:
+    """A shell that puts its work into the background has its children ignore Ctrl-C; a person's has not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, ROOT / "manage.py", "demo", "--deadline", DEADLINE, *options],
@@ -66,6 +71,7 @@ def start(environment: dict[str, str], *options: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_interrupts,
     )
 
 
