@@ -173,9 +173,11 @@ def transfer(ctx: StepContext) -> str:
 
 @tool(transactional=True)
 def book(ctx: StepContext) -> int:
+    """Reads, then writes: what cannot wait for a rival's write if the transaction began as a reader."""
+    booked = Order.objects.filter(note=ctx.execution_id).count()
     Order.objects.create(customer="crash", amount=1, note=ctx.execution_id)
     effect(ctx)
-    return 1
+    return booked + 1
 
 
 @flow("journey", steps=[quick, charge, transfer, book, quick.named("last")])
