@@ -15,6 +15,7 @@ from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.runtime import loom
 from loom_django.services.recovery import recover_abandoned
+from loom_django.stores.base import Lease
 from tests.crash.kit import (
     KILLED,
     Lab,
@@ -61,6 +62,27 @@ def test_a_step_longer_than_five_leases_is_never_a_candidate(lab: Lab):
     assert worker.wait() == 0, worker.log
     assert state("x").status is Status.COMPLETED
     assert len(lab.effects("x", "gated")) == 1
+
+
+def test_a_lease_that_is_renewed_at_the_last_moment_is_not_taken(lab: Lab):
+    """Between the look and the takeover a holder may have come back: its lease is asked for by token and time."""
+    lab.run("start", "gate", "x", loom=SHORT)
+    worker = lab.spawn(
+        "command", "run_loom_worker", "--no-recovery", loom={**SHORT, "LEASE_RENEW_INTERVAL": 600}
+    )
+    lab.await_effect("x")
+    lab.await_expiry()
+
+    def come_back(lease: Lease) -> bool:
+        return bool(loom.store.renew([(lease.execution_id, lease.token)], ttl=600))
+
+    summary = recover_abandoned(loom, leases=loom.store, is_abandoned=come_back)
+    assert (summary.candidates, summary.recovered, summary.failed) == (1, 0, 0)
+    lab.open_gate("x")
+    eventually(lambda: finished("x"), "the holder finishes")
+    worker.kill()
+    assert len(lab.effects("x", "gated")) == 1
+    check_history("x")
 
 
 @pytest.mark.django_db

@@ -100,6 +100,22 @@ def test_an_append_of_a_zombie_is_refused(lab: Lab):
     assert [line["step"] for line in lab.effects("x")] == ["gated", "gated", "charge"]
 
 
+def test_a_zombie_is_refused_before_its_successor_has_written_anything(lab: Lab):
+    """Its place in the log is still free: it is the fence alone, moved by the recovery, that refuses it."""
+    worker, _ = stop_inside_a_step(lab, NO_RENEWAL)
+    lab.run("command", "loom_recover", loom=SHORT)
+    before = check_history("x")
+    assert kinds("x") == ["EXECUTION_STARTED", "STEP_STARTED"]
+    lab.open_gate("x")
+    wake(worker)
+    eventually(lambda: "StaleFenceError" in worker.log, "the zombie was refused")
+    end(worker)
+    assert check_history("x") == before
+    assert standing("x") == "ready"
+    lab.run("command", *SUCCESSOR)
+    assert state("x").status is Status.COMPLETED
+
+
 def test_a_step_that_must_not_run_twice_is_in_doubt_and_its_zombie_is_refused(lab: Lab):
     """The successor does not run it again; the zombie's result comes too late, and is noted for the operator."""
     worker, _ = stop_inside_a_step(lab, NO_RENEWAL, "gate-once")
