@@ -37,6 +37,9 @@ class Keeper(Protocol):
 
     def drop(self, execution_id: str, token: int) -> None: ...
 
+    def keeps(self, execution_id: str, token: int) -> bool:
+        """True if this process is at work under that lease, whatever its end in the database says."""
+
 
 class NoKeeper:
     """For a TestCase, and for stores that are one process's own: nothing to keep alive."""
@@ -46,6 +49,9 @@ class NoKeeper:
 
     def drop(self, execution_id: str, token: int) -> None:
         """Nothing to do."""
+
+    def keeps(self, execution_id: str, token: int) -> bool:
+        return False
 
 
 def _announce_nothing(flow_id: str, version: int, events: tuple[Event, ...]) -> None:

@@ -64,6 +64,13 @@ class LeaseKeeper:
         with self._condition:
             self._held.pop((execution_id, token), None)
 
+    def keeps(self, execution_id: str, token: int) -> bool:
+        """True if the lease is being renewed here, be the renewal ever so late."""
+        if self._pid != os.getpid():
+            return False
+        with self._condition:
+            return self._keeping and (execution_id, token) in self._held
+
     def held(self) -> int:
         """How many leases are being renewed."""
         with self._condition:

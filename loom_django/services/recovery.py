@@ -116,6 +116,8 @@ class _Pass:
     ) -> None:
         for lease in found:
             self.scanned += 1
+            if not forced and self.engine.keeper.keeps(lease.execution_id, lease.token):
+                continue  # this very process is at work on it; only the renewal is late
             if is_abandoned is None or is_abandoned(lease):
                 self.candidates += 1
                 self._guarded(lease.execution_id, partial(self._lease, lease, forced))

@@ -110,6 +110,8 @@ class WorkerService:
             self._held.add(claim)
             self.claimed += 1
             short = len(self._held) > len(self._threads)
+        # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
+        self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
         self._claims.put(claim)
         if short:
             thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
@@ -143,6 +145,7 @@ class WorkerService:
         finally:
             store.leave_transaction()  # whatever left it: the thread's next body is not to find it
             store.close_old_connections()
+            self.engine.keeper.drop(claim.execution_id, claim.token)
             with self._condition:
                 self._held.discard(claim)
                 self._condition.notify_all()
@@ -163,3 +166,7 @@ class WorkerService:
         for thread in self._threads:
             thread.join()
         return True
+
+
+def _not_entered() -> None:
+    """A lease that is lost before its body is entered is noticed at the body's first append."""

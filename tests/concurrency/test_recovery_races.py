@@ -29,7 +29,7 @@ from tests.crash.kit import (
     state,
 )
 
-SHORT = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
+SHORT: dict[str, float] = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
 # How many are started in a tight loop; two hundred in the fault that this is about.
 STARTS = 60
 # Seconds for which recovery, workers and cancels fight over the same executions; two minutes in the fault.
@@ -83,6 +83,28 @@ def test_a_lease_that_is_renewed_at_the_last_moment_is_not_taken(lab: Lab):
     worker.kill()
     assert len(lab.effects("x", "gated")) == 1
     check_history("x")
+
+
+def test_a_process_does_not_recover_what_it_is_at_work_on(lab: Lab):
+    """Its renewal may be late, and its lease over: that another process may act on, it knows better itself."""
+    late = {**SHORT, "LEASE_RENEW_INTERVAL": 600}
+    lab.run("start", "gate", "x", loom=late)
+    worker = lab.spawn("command", "run_loom_worker", loom=late)
+    lab.await_effect("x")
+    lab.await_expiry()
+    lab.run("start", "one-idempotent", "y", args=[0], loom=late)
+    eventually(lambda: finished("y"), "the worker's loop has turned since")
+    _let_pass_a_recovery(late)
+    lab.open_gate("x")
+    eventually(lambda: finished("x"), "it goes on")
+    worker.kill()
+    assert len(lab.effects("x", "gated")) == 1
+    check_history("x")
+
+
+def _let_pass_a_recovery(settings: dict[str, float]) -> None:
+    """A worker looks for what is abandoned four times in the length of a lease."""
+    time.sleep(settings["LEASE_TTL"])
 
 
 @pytest.mark.django_db

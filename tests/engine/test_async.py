@@ -535,6 +535,9 @@ class _Keeper:
 
     def drop(self, execution_id: str, token: int) -> None: ...
 
+    def keeps(self, execution_id: str, token: int) -> bool:
+        return False
+
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("idempotent", [False, True])
