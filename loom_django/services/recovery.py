@@ -151,7 +151,7 @@ class _Pass:
         owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
         if not forced:
             taken = store.take_over(lease, owner=owner, token=token, ttl=ttl)
-        elif store.held(lease.execution_id) == lease:
+        elif (now := store.held(lease.execution_id)) is not None and now.token == lease.token:
             # The holder may be alive: it is fenced out before anybody else can claim what it gives up.
             store.acquire_fence(lease.execution_id)
             taken = store.release(lease.execution_id, lease.token) and store.claim(

@@ -524,3 +524,28 @@ def test_a_version_that_is_newer_than_all_here_is_left_to_others(world: World) -
         return "new"
 
     assert world.engine.store.claim(handle.id, owner="x", token=8, ttl=60.0), "it is ready at once"
+
+
+def test_a_renewal_does_not_save_a_holder_that_was_judged(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """The lease is known by its token: that its end moved meanwhile makes it no other lease."""
+
+    @tool
+    def effect(ctx: StepContext) -> str:
+        return "done"
+
+    @flow("r.renewed", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    crash_at("effect", "in-effect")
+    body.using(execution_id="n1").start()
+
+    def judge(lease: Any) -> bool:
+        world.shift(timedelta(seconds=1))
+        assert world.engine.store.renew([(lease.execution_id, lease.token)], ttl=60) == {"n1"}
+        return True
+
+    assert recover_abandoned(world.loom, is_abandoned=judge).recovered == 1
+    assert world.loom.handle("n1").result() == "done"
