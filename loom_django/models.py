@@ -292,3 +292,22 @@ class Node(ReadOnlyModel):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
+
+
+class Marker(ReadOnlyModel):
+    """How far a piece of work has come that is done once for all rows, such as a backfill."""
+
+    written_by = "the command that does the work"
+
+    name = models.CharField(_("name"), max_length=64, primary_key=True)
+    position = IdField(_("position"), default="", db_default="", blank=True)
+    done_at = models.DateTimeField(_("done"), null=True, blank=True)
+
+    class Meta:
+        db_table = "loom_marker"
+        verbose_name = _("marker")
+        verbose_name_plural = _("markers")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.name
