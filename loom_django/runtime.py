@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +37,14 @@ from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
 from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
-from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket, WorkerDispatcher, hand_on
+from loom_django.services.dispatch import (
+    Dispatcher,
+    InlineDispatcher,
+    Ticket,
+    WorkerDispatcher,
+    deliver_now,
+    hand_on,
+)
 from loom_django.services.leases import LeaseKeeper
 from loom_django.stores import store_for
 from loom_django.stores.base import Store
@@ -309,8 +315,14 @@ class Loom:
         dispatcher = self.dispatcher
         self.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, started.journal))
 
+    def _deliver_after_commit(self, execution_id: str) -> None:
+        engine, dispatcher = self.engine, self.dispatcher
+        self.store.on_commit(lambda: deliver_now(engine, dispatcher, execution_id))
+
     def _handed_on(self, appended: Appended, ticket: Ticket) -> Handle[Any]:
         hand_on(self.engine, self.dispatcher, appended, ticket)
+        if appended.kept:
+            self._deliver_after_commit(appended.journal.execution_id)
         return Handle(self, appended.journal.execution_id, appended.journal.fold.flow_id)
 
     # Answering.
@@ -325,23 +337,40 @@ class Loom:
         correlation_key: str | None = None,
         principal: Any = None,
         fence: int | None = None,
+        fence_if_parked_at: int | None = None,
         allow_flow_code_mismatch: bool = False,
     ) -> Handle[Any]:
         """Answer what a flow waits for by ``ctx.suspend(event_type)``.
 
+        Of any number of callers one wins, and the body that it set going is not fenced out by the others. A
+        wait that is pending while the body runs, since another wait of its park was answered, is answered as
+        well: the answer is kept until the body comes to it.
+
+        Args:
+            fence: a token that the caller holds; for executions that are driven by hand.
+            fence_if_parked_at: what :meth:`parked_at_sequence` gave; the fence is taken only if that park is
+                unanswered, so that whoever ran the body before can write nothing more. Goes before ``fence``.
+                An execution that was ever fenced is answered like this, on its newest park, without it too.
+
         Raises:
             ExecutionNotFoundError: no such execution.
             ResumeRefusedError: nothing waits for this; ``reason`` says how. Nothing was written.
+            ResumeContendedError: others took the fence three times over, and the park is unanswered still.
+                Nothing was written; it may be called again.
+            StaleFenceError: ``fence`` is not the newest token.
+            OpenTransactionError: in a transaction above READ COMMITTED.
             FlowCodeMismatchError: the flow's code is not the one recorded.
             UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
         """
-        self.store.check_caller("loom.resume")
+        self.store.check_caller("loom.resume", answers=True)
         _check_id(execution_id)
         keys.check_id(event_type, "event_type")
         if correlation_key is not None:
             keys.check_id(correlation_key, "correlation_key")
         if fence is not None:
             keys.check_whole(fence, "fence", 0, _BIGGEST)
+        if fence_if_parked_at is not None:
+            keys.check_whole(fence_if_parked_at, "fence_if_parked_at", 0, _BIGGEST)
         principal = _checked_principal(principal)
         ticket = self.dispatcher.ticket()
         appended = answers.resume(
@@ -352,6 +381,7 @@ class Loom:
             correlation_key=correlation_key,
             principal=principal,
             fence=fence,
+            fence_if_parked_at=fence_if_parked_at,
             allow_flow_code_mismatch=allow_flow_code_mismatch,
             ownership=ticket.ownership,
         )
@@ -381,7 +411,7 @@ class Loom:
             VerdictRefusedError: the step is not in doubt (any more); it says who answered and when.
             FlowCodeMismatchError: the flow's code is not the one recorded.
         """
-        self.store.check_caller("loom.resolve")
+        self.store.check_caller("loom.resolve", answers=True)
         _check_id(execution_id)
         keys.check_id(step_id, "step id")
         if park_sequence is not None:
@@ -409,7 +439,7 @@ class Loom:
         Raises:
             ResumeRefusedError: it is not parked on an error.
         """
-        self.store.check_caller("loom.retry_error")
+        self.store.check_caller("loom.retry_error", answers=True)
         _check_id(execution_id)
         keys.check_text(reason, "reason", MAX_REASON)
         principal = _checked_principal(principal)
@@ -431,7 +461,7 @@ class Loom:
             ExecutionNotFoundError: no such execution.
             ExecutionClosedError: it ended otherwise. A second cancel is answered, not an error.
         """
-        self.store.check_caller("loom.cancel")
+        self.store.check_caller("loom.cancel", answers=True)
         _check_id(execution_id)
         keys.check_text(reason, "reason", MAX_REASON)
         principal = _checked_principal(principal)
@@ -459,7 +489,7 @@ class Loom:
             ExecutionNotFoundError: no such execution. InvalidInputError: it has not ended.
             VerdictRefusedError: the step is not in doubt.
         """
-        self.store.check_caller("loom.record_outcome")
+        self.store.check_caller("loom.record_outcome", answers=True)
         _check_id(execution_id)
         if step_id is not None:
             keys.check_id(step_id, "step id")
@@ -495,21 +525,8 @@ class Loom:
         if not self.store.send(execution_id, name=name, message_id=identity, body=body):
             return False
         # The row is kept; the park is answered after the commit, and by the timer loop if this process dies.
-        self.store.on_commit(lambda: self._try_delivery(execution_id))
+        self._deliver_after_commit(execution_id)
         return True
-
-    def _try_delivery(self, execution_id: str) -> None:
-        try:
-            ticket = self.dispatcher.ticket()
-            appended = answers.deliver_message(self.engine, execution_id, ticket.ownership)
-            if appended.events:
-                self._handed_on(appended, ticket)
-        except Exception:
-            logging.getLogger("loom_django.inbox").warning(
-                "a message could not be delivered at once; the timer loop will",
-                exc_info=True,
-                extra={"execution_id": execution_id},
-            )
 
     # Reading.
 

@@ -17,3 +17,4 @@ execution_failed = Signal()  # error_type, message
 execution_cancelled = Signal()  # reason, principal
 effect_in_doubt = Signal()  # step_id, idempotency_key, cause
 verdict_given = Signal()  # step_id, resolution, principal, reason
+redrive_exhausted = Signal()  # attempts; sequence is the newest of the log

@@ -208,6 +208,8 @@ class ActView:
             "worker": _("A worker takes it up."),
             "nobody": "",
         }[done.runs]
+        if done.kept:
+            return _("The answer is kept: the flow is running, and takes it when it comes to this wait.")
         if done.sequence is None:
             return format_html("{} {}", self._nothing_appended(), who)
         address = f"{self.admin.execution_url(request.execution_id)}?after={done.sequence - 1}#log"

@@ -10,12 +10,19 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Literal, NoReturn, get_args
 
-from loom_django.engine import doubt
+from loom_django.engine import doubt, kept
 from loom_django.engine.body import message_fields
 from loom_django.engine.code import flow_for, target_of
 from loom_django.engine.core import Engine, from_micros, to_micros
 from loom_django.engine.journal import Journal
-from loom_django.engine.outside import ATTEMPTS, Appended, Landing, append_outside
+from loom_django.engine.outside import (
+    ATTEMPTS,
+    Appended,
+    Landing,
+    answer_park,
+    append_fenced,
+    append_note,
+)
 from loom_django.errors import (
     ExecutionClosedError,
     FlowCodeMismatchError,
@@ -50,6 +57,25 @@ VERDICT_ERROR: Final = "OperatorVerdict"
 DEADLINE_ERROR: Final = "DeadlineExceeded"
 
 
+# Looks at the fold that an answer would be appended to, and raises to refuse.
+Judge = Callable[[Fold], None]
+
+
+class _BodyRuns(Exception):
+    """The wait that is answered is pending, and the body runs: another wait of its park was answered."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        wait: Wait,
+        answer: tuple[str, Encoded | None, str | None, str | None],
+    ) -> None:
+        super().__init__(wait.id)
+        self.journal = journal
+        self.wait = wait
+        self.answer = answer
+
+
 def principal_name(principal: Any) -> str | None:
     """A user or a name, as the log keeps it."""
     if principal is None:
@@ -68,27 +94,77 @@ def resume(
     principal: Any = None,
     reason: str = "",
     fence: int | None = None,
+    fence_if_parked_at: int | None = None,
     allow_flow_code_mismatch: bool = False,
+    judge: Judge | None = None,
     ownership: Ownership,
 ) -> Appended:
     """Answer the pending wait on ``event_type``.
 
     Raises:
         ResumeRefusedError: nothing waits for it; ``reason`` says how. Nothing was written.
+        ResumeContendedError: others took the fence every time, and the park is unanswered still.
+        StaleFenceError: ``fence`` was given, and is not the newest token.
         FlowCodeMismatchError: the flow's code is not the recorded one.
     """
     if event_type == ON_VERDICT:
-        return _resume_with_verdict(engine, execution_id, payload, principal, ownership)
+        return _resume_with_verdict(
+            engine, execution_id, payload, principal, fence, fence_if_parked_at, ownership
+        )
     text = _encoded(engine, payload, "payload")
+    who = principal_name(principal)
 
     def compose(journal: Journal) -> Landing:
+        _judged(journal, judge)
+        if fence_if_parked_at is not None:
+            _asked_at(engine, journal.fold, fence_if_parked_at, event_type, correlation_key)
         wait = _pending_wait(journal.fold, event_type, correlation_key)
         if allow_flow_code_mismatch:
-            _migrate(engine, journal, principal_name(principal))
+            _migrate(engine, journal, who)
         check_code(engine, journal.fold)
-        return _answer(journal, wait, event_type, text, principal_name(principal), reason, ownership)
+        return _answer(journal, wait, event_type, text, who, reason, ownership)
 
-    return append_outside(engine, execution_id, compose, fence=fence)
+    return _land_answer(engine, execution_id, compose, fence, fence_if_parked_at is not None)
+
+
+def _land_answer(
+    engine: Engine,
+    execution_id: str,
+    compose: Callable[[Journal], Landing],
+    fence: int | None = None,
+    fences: bool = False,
+) -> Appended:
+    """Land an answer, or keep it where its wait is pending while the body runs."""
+    try:
+        return answer_park(engine, execution_id, compose, fence=None if fences else fence, fences=fences)
+    except _BodyRuns as runs:
+        kept.keep(engine, execution_id, runs.wait, *runs.answer)
+        return Appended(runs.journal, (), kept=True)
+
+
+def _judged(journal: Journal, judge: Judge | None) -> None:
+    if judge is not None:
+        judge(journal.fold)
+
+
+def _asked_at(
+    engine: Engine, fold: Fold, park_sequence: int, event_type: str, correlation_key: str | None
+) -> None:
+    """Refuse an answer to a park that is over, unless what was asked there is pending still."""
+    if fold.park_sequence == park_sequence:
+        return
+    events = engine.store.read(fold.execution_id, after=park_sequence - 1, limit=1) if park_sequence else []
+    if not events or events[0].kind != Kind.EXECUTION_SUSPENDED:
+        detail = f"Sequence {park_sequence} of its log is no park."
+        raise ResumeRefusedError(fold.execution_id, "not-suspended", detail)
+    for item in events[0].data["waits"]:
+        fits = item["on"] == event_type and correlation_key in (None, item.get("key"))
+        if fits and item["id"] in fold.open_waits:
+            return
+    now = f", and it is parked at {fold.park_sequence} now" if fold.park_sequence else ""
+    before = _answered_before(fold, event_type)
+    detail = f"The park at {park_sequence} is over{now}" + (f": {before}." if before else ".")
+    raise ResumeRefusedError(fold.execution_id, "not-suspended", detail)
 
 
 def check_code(engine: Engine, fold: Fold) -> None:
@@ -132,6 +208,8 @@ def _answer(
     reason: str | None,
     ownership: Ownership,
 ) -> Landing:
+    if journal.fold.status != Status.SUSPENDED:
+        raise _BodyRuns(journal, wait, (event_type, text, principal, reason))
     fields = {
         "wait": wait.id,
         "event": event_type,
@@ -152,8 +230,16 @@ def _encoded(engine: Engine, value: Any, path: str) -> Encoded:
 
 
 def _pending_wait(fold: Fold, event_type: str, correlation_key: str | None) -> Wait:
-    """The one pending wait that an answer means, or the refusal that says why there is none."""
-    if fold.status != Status.SUSPENDED:
+    """The one pending wait that an answer means, or the refusal that says why there is none.
+
+    A wait of a park that another wait has ended is pending still, though the body runs.
+    """
+    fitting = [
+        wait
+        for wait in (fold.waits[wait_id] for wait_id in fold.open_waits)
+        if wait.on == event_type and correlation_key in (None, wait.correlation_key)
+    ]
+    if fold.status in TERMINAL_STATUSES or (fold.status != Status.SUSPENDED and not fitting):
         reason: Literal["terminal", "not-suspended"] = (
             "terminal" if fold.status in TERMINAL_STATUSES else "not-suspended"
         )
@@ -162,11 +248,6 @@ def _pending_wait(fold: Fold, event_type: str, correlation_key: str | None) -> W
         raise ResumeRefusedError(
             fold.execution_id, "reserved-wait", f"{event_type} is answered by its own call only"
         )
-    fitting = [
-        wait
-        for wait in fold.pending_waits()
-        if wait.on == event_type and correlation_key in (None, wait.correlation_key)
-    ]
     if len(fitting) > 1:
         raise ResumeRefusedError(
             fold.execution_id,
@@ -212,6 +293,9 @@ def resolve(
     park_sequence: int | None = None,
     principal: Any = None,
     reason: str = "",
+    fence: int | None = None,
+    fence_if_parked_at: int | None = None,
+    judge: Judge | None = None,
     ownership: Ownership,
 ) -> Appended:
     """Settle an effect in doubt.
@@ -219,17 +303,21 @@ def resolve(
     Raises:
         InvalidInputError: an unknown resolution, or an output that is missing or does not belong.
         VerdictRefusedError: the step is not in doubt (any more); nothing was written.
+        ResumeContendedError: others took the fence every time, and the park is unanswered still.
         UnencodableValueError, PayloadTooLargeError: the output cannot be recorded.
     """
     verdict = _verdict(step_id, resolution, output, error)
     text = _encoded(engine, verdict, "output")
 
     def compose(journal: Journal) -> Landing:
+        _judged(journal, judge)
+        if fence_if_parked_at is not None:
+            _asked_at(engine, journal.fold, fence_if_parked_at, ON_VERDICT, step_id)
         wait = _doubt_of(journal.fold, step_id, park_sequence)
         check_code(engine, journal.fold)
         return _answer(journal, wait, ON_VERDICT, text, principal_name(principal), reason, ownership)
 
-    return append_outside(engine, execution_id, compose)
+    return _land_answer(engine, execution_id, compose, fence, fence_if_parked_at is not None)
 
 
 def _verdict(step_id: str, resolution: str, output: Any, error: Any) -> dict[str, Any]:
@@ -253,7 +341,13 @@ def _verdict(step_id: str, resolution: str, output: Any, error: Any) -> dict[str
 
 
 def _resume_with_verdict(
-    engine: Engine, execution_id: str, payload: Any, principal: Any, ownership: Ownership
+    engine: Engine,
+    execution_id: str,
+    payload: Any,
+    principal: Any,
+    fence: int | None,
+    fence_if_parked_at: int | None,
+    ownership: Ownership,
 ) -> Appended:
     """A plain resume of a reserved wait goes the same way as ``resolve``, with the same checks."""
     if not isinstance(payload, dict) or "step_id" not in payload or "resolution" not in payload:
@@ -269,6 +363,8 @@ def _resume_with_verdict(
         error=payload.get("error", MISSING),
         principal=principal,
         reason=str(payload.get("reason", "")),
+        fence=fence,
+        fence_if_parked_at=fence_if_parked_at,
         ownership=ownership,
     )
 
@@ -277,7 +373,7 @@ def _doubt_of(fold: Fold, step_id: str, park_sequence: int | None) -> Wait:
     """The pending wait for a verdict on a step, or the refusal that says what became of it."""
     frame = fold.frames.get(step_id)
     wait = fold.waits.get(doubt.doubt_wait_id(frame)) if frame is not None else None
-    if frame is None or wait is None or not wait.pending or fold.status != Status.SUSPENDED:
+    if frame is None or wait is None or not wait.pending or fold.status in TERMINAL_STATUSES:
         _refuse_verdict(fold, step_id)
     if park_sequence is not None and park_sequence not in (fold.park_sequence, frame.in_doubt_sequence):
         _refuse_stale(fold, step_id, park_sequence, frame)
@@ -336,6 +432,7 @@ def open_gate(
     *,
     principal: Any = None,
     reason: str = "",
+    judge: Judge | None = None,
     ownership: Ownership,
 ) -> Appended:
     """Answer a reserved gate (an error, a poisoned execution) without a payload.
@@ -345,6 +442,7 @@ def open_gate(
     """
 
     def compose(journal: Journal) -> Landing:
+        _judged(journal, judge)
         fold = journal.fold
         waits = [wait for wait in fold.pending_waits() if wait.on == gate]
         if not waits:
@@ -355,7 +453,7 @@ def open_gate(
         check_code(engine, fold)
         return _answer(journal, waits[0], gate, None, principal_name(principal), reason, ownership)
 
-    return append_outside(engine, execution_id, compose)
+    return answer_park(engine, execution_id, compose)
 
 
 # Wakes.
@@ -379,16 +477,25 @@ def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: 
         journal.record(Kind.EXECUTION_RESUMED, {"wait": due[0].id, "event": TIMER_EVENT})
         return Landing(ownership, timers_off=(wake_at,))
 
-    return append_outside(engine, execution_id, compose)
+    return answer_park(engine, execution_id, compose, fences=True)
 
 
-def deliver_message(engine: Engine, execution_id: str, ownership: Ownership) -> Appended:
-    """Answer a park on ``receive`` with the oldest message it waits for; no events if there is nothing to do."""
+def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended:
+    """Answer a park with what lies in the inbox: an answer that was kept for one of its waits, or the oldest
+    message that a ``receive`` waits for. No events if there is nothing to do.
+    """
 
     def compose(journal: Journal) -> Landing | None:
         fold = journal.fold
         for wait in fold.pending_waits():
             if wait.on != ON_MESSAGE:
+                if (message := kept.find(engine, execution_id, wait)) is not None:
+                    check_code(engine, fold)
+                    fields = kept.fields_of(wait, message)
+                    journal.record(Kind.MESSAGE_CONSUMED, fields)
+                    resumed = {name: fields[name] for name in ("wait", "event", "principal", "reason")}
+                    journal.record(Kind.EXECUTION_RESUMED, resumed)
+                    return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
                 continue
             for message in engine.store.inbox(execution_id, str(wait.correlation_key)):
                 if message.number in fold.messages:
@@ -402,7 +509,7 @@ def deliver_message(engine: Engine, execution_id: str, ownership: Ownership) -> 
                 return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
         return None
 
-    return append_outside(engine, execution_id, compose)
+    return answer_park(engine, execution_id, compose, fences=True)
 
 
 # Ends.
@@ -467,9 +574,9 @@ def _end(engine: Engine, execution_id: str, record: Callable[[Journal], Landing 
 
     for _ in range(ATTEMPTS):
         if engine.store.status(execution_id) in (Status.PENDING, Status.RUNNING):
-            return append_outside(engine, execution_id, record, acquire=True)
+            return append_fenced(engine, execution_id, record)
         try:
-            return append_outside(engine, execution_id, of_parked)
+            return answer_park(engine, execution_id, of_parked, fences=True)
         except _BegunMeanwhile:
             continue
     raise ResumeContendedError(execution_id, ATTEMPTS)
@@ -512,4 +619,4 @@ def record_outcome(
         journal.record(Kind.OUTCOME_RECORDED, fields)
         return Landing()
 
-    return append_outside(engine, execution_id, compose)
+    return append_note(engine, execution_id, compose, unchanged=True)

@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import UUID
 
 from loom_django.conf import LoomSettings
 from loom_django.definitions import Flow, Tool
-from loom_django.engine import steps
+from loom_django.engine import kept, steps
 from loom_django.engine.core import Engine, from_micros, to_micros
 from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts
 from loom_django.engine.drive import Driver, Invoke, Io, Outcome, Steps
@@ -261,10 +262,12 @@ class Body:
             self._checked(lambda: keys.check_id(correlation_key, "correlation key"))
         wait_id = f"wait:{on}#{self.count(f'wait:{on}')}"
         wait = self._find_wait(wait_id)
-        if wait is None or wait.pending:
-            wake_at = wait.wake_at if wait else self._timeout_at(timeout)
-            yield from self._park(Wait(wait_id, on, correlation_key, wake_at))
-            raise AssertionError("a park does not return")
+        if wait is None:
+            yield from self._park(Wait(wait_id, on, correlation_key, self._timeout_at(timeout)))
+            raise AssertionError("a first park does not return")
+        if wait.pending:
+            wait = yield from self.wait_again(wait, "waiting")
+            return self._take(wait, live=True)
         return self._take(wait)
 
     def sleep(self, duration: Duration) -> Steps[None]:
@@ -309,6 +312,25 @@ class Body:
                 return self._take(self.journal.fold.waits[wait_id], live=True)
             # A message that came since the look refuses the park: the body looks again.
             yield from self._park(Wait(wait_id, ON_MESSAGE, name, wake_at), wakes=wakes)
+
+    def wait_again(self, wait: Wait, reason: str) -> Steps[Wait]:
+        """Take the answer that was kept for a wait of an earlier park, or park on that wait again."""
+        while True:
+            wakes = yield Io(self._wakes)
+            if (yield Io(lambda: self._take_kept(wait))):
+                if self.deferred:
+                    yield Io(self.land)
+                return self.journal.fold.waits[wait.id]
+            # An answer that came since the look refuses the park: the body looks again.
+            yield Io(partial(self.park, reason, [wait], wakes=wakes))
+
+    def _take_kept(self, wait: Wait) -> bool:
+        message = self.ask_store(lambda: kept.find(self.engine, self.execution_id, wait))
+        if message is None:
+            return False
+        self.journal.record(Kind.MESSAGE_CONSUMED, kept.fields_of(wait, message))
+        self.journal.ride(message=message.number, wait=wait)
+        return True
 
     def _wakes(self) -> int:
         return self.ask_store(lambda: self.engine.store.wakes(self.execution_id))

@@ -67,6 +67,11 @@ class Journal:
         self.kept.append(event)
         return event
 
+    def present(self, fence: int) -> None:
+        """Have everything kept, and all that follows, carry another token."""
+        self.fence = fence
+        self.kept = [replace(event, fence=fence) for event in self.kept]
+
     def ride(self, *, message: int, wait: Wait | None) -> None:
         """Have a message marked as taken, and its wait's timer row go, with the next append."""
         self._messages.append(message)
@@ -83,15 +88,18 @@ class Journal:
         timers_off: tuple[datetime, ...] | None = (),
         messages: tuple[int, ...] = (),
         pass_notes: bool = True,
+        unchanged: int | None = None,
     ) -> tuple[Event, ...]:
         """Make the kept facts durable, in one append with what belongs to them.
 
         With ``pass_notes`` an owner whose next sequence holds a note of somebody else (an audit fact or an
-        application event) folds the note and appends behind it.
+        application event) folds the note and appends behind it. ``unchanged`` is a token that must stand
+        still, for facts that carry none.
 
         Raises:
             StaleFenceError: another owner has the execution.
             SequenceOccupied: another writer was first with more than a note. WakesMoved: look again.
+            Changed: with ``unchanged``, token or log are not what they were.
             StoreUnavailableError: the database stayed away.
         """
         if not self.kept:
@@ -110,7 +118,10 @@ class Journal:
                 messages=(*messages, *self._messages),
             )
             try:
-                self.engine.store.append(commit)
+                if unchanged is None:
+                    self.engine.store.append(commit)
+                else:
+                    self.engine.store.append_if_unchanged(commit, fence=unchanged)
                 break
             except SequenceOccupied:
                 if not pass_notes or attempt == PASSES or not self._pass_notes(commit.first_sequence):

@@ -3,23 +3,30 @@
 The log is read, judged and appended to at the sequence that was seen, under the token that was read. Whoever
 was beaten to that sequence, or fenced out meanwhile, reads and judges again; so of two answers one wins, and
 the other learns what the log says now.
+
+An answer to a park that was ever fenced takes the fence first, and only while the park is unanswered. That
+is the last thing before the append: an answer that is refused has fenced nobody out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import LOST, Journal
-from loom_django.errors import ExecutionNotFoundError, ResumeContendedError
+from loom_django.errors import ExecutionNotFoundError, ResumeContendedError, StaleFenceError
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
-from loom_django.stores.base import KEEP, Loaded, Ownership
+from loom_django.stores.base import KEEP, Changed, Loaded, Ownership, Stale
 
-ATTEMPTS: Final = 5
+# How often somebody else may be first.
+ATTEMPTS: Final = 3
+
+# How often notes of others may come between a look and its append; they answer nothing.
+NOTES: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,17 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """What came of an outside append: the journal as it is now, and the events that landed, if any."""
+    """What came of an outside append: the journal as it is now, and the events that landed, if any.
+
+    ``kept`` says that an answer was stored for a wait that is pending while the body runs.
+    """
 
     journal: Journal
     events: tuple[Event, ...]
+    kept: bool = False
+
+
+Compose = Callable[[Journal], Landing | None]
 
 
 def open_journal(engine: Engine, loaded: Loaded, *, fence: int | None = None) -> Journal:
@@ -60,18 +74,121 @@ def load_existing(engine: Engine, execution_id: str) -> Loaded:
     return loaded
 
 
-def append_outside(
-    engine: Engine,
-    execution_id: str,
-    compose: Callable[[Journal], Landing | None],
-    *,
-    acquire: bool = False,
-    fence: int | None = None,
+def answer_park(
+    engine: Engine, execution_id: str, compose: Compose, *, fence: int | None = None, fences: bool = False
 ) -> Appended:
-    """Read, let ``compose`` judge and record, and land; again if somebody else was first.
+    """Read, let ``compose`` judge the park and record its answer, and land that; again if somebody was first.
 
-    ``compose`` raises to refuse, or returns None when there is nothing to append. With ``acquire`` the token
-    is moved first, so that whoever runs the body can append nothing more.
+    ``compose`` raises to refuse, or returns None when there is nothing to append. An execution that was never
+    fenced is answered at the sequence seen; one that was, or with ``fences``, under a token of its own that
+    is taken if nothing has answered the park. ``fence`` is a token that the caller holds.
+
+    Raises:
+        ExecutionNotFoundError: there is no such execution.
+        ResumeContendedError: somebody else was first every time, and the park is unanswered still; nothing was
+            written.
+        OpenTransactionError: in a caller's transaction that reads from one snapshot.
+    """
+    return _Answer(engine, execution_id, compose, fence, fences).land()
+
+
+class _Answer:
+    """One answer on its way into a log."""
+
+    def __init__(
+        self, engine: Engine, execution_id: str, compose: Compose, fence: int | None, fences: bool
+    ) -> None:
+        self.engine = engine
+        self.execution_id = execution_id
+        self.compose = compose
+        self.given = fence
+        self.fences = fences
+        self.held: int | None = None  # a token that this answer has taken
+        self.stale: dict[int, int] = {}  # by park: the token that stood when the one presented was stale
+        self.beaten = 0
+        self.notes = 0
+        self.loaded: Loaded | None = None
+
+    def land(self) -> Appended:
+        self.engine.store.check_clock()
+        while True:
+            journal = self._look()
+            seen = journal.fold.last_sequence
+            park, park_fence = journal.fold.park_sequence, journal.fold.park_fence
+            landing = self.compose(journal)
+            if landing is None:
+                return Appended(journal, ())
+            if (
+                park is not None
+                and self._must_acquire()
+                and not self._acquire(journal, park, park_fence, seen)
+            ):
+                continue
+            try:
+                events = journal.land(
+                    ownership=landing.ownership,
+                    timers_off=landing.timers_off,
+                    messages=landing.messages,
+                    pass_notes=False,
+                )
+            except LOST as exc:
+                self._refused(exc, park)
+            else:
+                return Appended(journal, events)
+
+    def _look(self) -> Journal:
+        """The log as it is now; what was read before is not read again."""
+        if self.loaded is None:
+            self.loaded = load_existing(self.engine, self.execution_id)
+        else:
+            before = self.loaded.events
+            tail = self.engine.store.load(self.execution_id, after=before[-1].sequence)
+            self.loaded = replace(tail, events=(*before, *tail.events))
+        return open_journal(self.engine, self.loaded, fence=self.held or self.given)
+
+    def _must_acquire(self) -> bool:
+        if self.held is not None or self.loaded is None:
+            return False
+        return self.fences or (self.given is None and self.loaded.fence > 0)
+
+    def _acquire(self, journal: Journal, park: int, park_fence: int, seen: int) -> bool:
+        """Take the token; True if the log is still as it was judged.
+
+        The first one presented is that under which the park was written. If it has moved, somebody is about to
+        answer, or died before it did: the log is read again, and if the park is unanswered still, the token
+        that stands now is presented.
+        """
+        self._check_beaten()
+        acquired = self.engine.store.acquire_fence_if(
+            self.execution_id, fence=self.stale.get(park, park_fence), park_seq=park
+        )
+        if isinstance(acquired, Stale):
+            self.stale[park] = acquired.fence
+            self.beaten += 1
+            return False
+        self.held = acquired.fence
+        journal.present(acquired.fence)
+        return acquired.head == seen
+
+    def _refused(self, exc: Exception, park: int | None) -> None:
+        if isinstance(exc, StaleFenceError):
+            if self.given is not None:
+                raise exc  # the caller's own token; it will not become the newest again
+            if self.held is not None and park is not None and exc.current is not None:
+                self.stale[park] = exc.current
+            self.held, self.beaten = None, self.beaten + 1
+        else:
+            self.notes += 1
+            if self.notes > NOTES:
+                raise ResumeContendedError(self.execution_id, self.notes) from exc
+
+    def _check_beaten(self) -> None:
+        if self.beaten >= ATTEMPTS:
+            raise ResumeContendedError(self.execution_id, self.beaten)
+
+
+def append_fenced(engine: Engine, execution_id: str, compose: Compose) -> Appended:
+    """Fence out whoever runs the body, then read, judge and land; again if somebody else did the same.
 
     Raises:
         ExecutionNotFoundError: there is no such execution.
@@ -80,23 +197,45 @@ def append_outside(
     last: Exception | None = None
     engine.store.check_clock()
     for _ in range(ATTEMPTS):
-        taken = engine.store.acquire_fence(execution_id) if acquire else fence
+        taken = engine.store.acquire_fence(execution_id)
         journal = open_journal(engine, load_existing(engine, execution_id), fence=taken)
         landing = compose(journal)
         if landing is None:
             return Appended(journal, ())
         try:
-            events = journal.land(
-                ownership=landing.ownership,
-                timers_off=landing.timers_off,
-                messages=landing.messages,
-                pass_notes=False,
-            )
+            events = journal.land(ownership=landing.ownership, timers_off=landing.timers_off)
         except LOST as exc:
             last = exc
             continue
         return Appended(journal, events)
     raise ResumeContendedError(execution_id, ATTEMPTS) from last
+
+
+def append_note(engine: Engine, execution_id: str, compose: Compose, *, unchanged: bool = False) -> Appended:
+    """Append audit facts, which carry no token, wherever the log ends just then.
+
+    With ``unchanged`` the token must be the one that was read with the log, too: for judgements of an
+    execution that nobody runs, which must not land on another one of its id.
+
+    Raises:
+        ExecutionNotFoundError: there is no such execution.
+        ResumeContendedError: somebody else was first every time; nothing was written.
+    """
+    last: Exception | None = None
+    engine.store.check_clock()
+    for _ in range(NOTES):
+        loaded = load_existing(engine, execution_id)
+        journal = open_journal(engine, replace(loaded, fence=0))
+        landing = compose(journal)
+        if landing is None:
+            return Appended(journal, ())
+        try:
+            events = journal.land(pass_notes=False, unchanged=loaded.fence if unchanged else None)
+        except (*LOST, Changed) as exc:
+            last = exc
+            continue
+        return Appended(journal, events)
+    raise ResumeContendedError(execution_id, NOTES) from last
 
 
 def note(engine: Engine, execution_id: str, kind: str, fields: dict[str, Any]) -> Appended:
@@ -106,4 +245,4 @@ def note(engine: Engine, execution_id: str, kind: str, fields: dict[str, Any]) -
         journal.record(kind, fields)
         return Landing()
 
-    return append_outside(engine, execution_id, compose)
+    return append_note(engine, execution_id, compose)

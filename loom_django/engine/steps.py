@@ -104,7 +104,11 @@ def perform(
     while True:
         frame = body.journal.fold.frames.get(step_id)
         if frame is not None and frame.status is FrameStatus.IN_DOUBT:
-            yield from _park_again(body, frame)
+            # A person's to settle, whatever woke the body; it is never a reason to run the step.
+            yield from body.wait_again(doubt_waits([frame])[0], "effect-indoubt")
+            frame = body.journal.fold.frames[step_id]
+            if frame.settled:
+                return _serve(body, frame)
         if frame is not None and frame.status is FrameStatus.RETRYING:
             yield from _await_retry(body, frame)
         outcome = yield from _attempt(body, step_id, tool, given)
@@ -113,12 +117,6 @@ def perform(
 
 
 _AGAIN: Final = object()
-
-
-def _park_again(body: Body, frame: Frame) -> Steps[NoReturn]:
-    """A doubt is a person's to settle, whatever woke the body; it is never a reason to run the step."""
-    yield Io(lambda: body.park("effect-indoubt", doubt_waits([frame])))
-    raise AssertionError("a park does not return")
 
 
 def _serve(body: Body, frame: Frame) -> Any:

@@ -211,14 +211,17 @@ class Fold:
     def _message(self, event: Event, data: Mapping[str, Any]) -> None:
         self.messages.add(data["number"])
         known = self.waits.get(data["wait"])
+        if known is not None and known.on == ON_VERDICT and known.pending:
+            self._verdict(event, data["payload"])
         self._put_wait(
             Wait(
                 id=data["wait"],
                 on=known.on if known else data["on"],
-                correlation_key=data["name"],
+                correlation_key=known.correlation_key if known else data["name"],
                 wake_at=known.wake_at if known else None,
                 status=WaitStatus.ANSWERED,
                 answer=data.get("payload"),
+                answered_by=data.get("principal", ""),
                 answered_at=data["at"],
                 answered_sequence=event.sequence,
                 since=known.since if known else data["at"],

@@ -78,7 +78,11 @@ class ActCommand(BaseCommand):
             self.stdout.write(f"{would} event {event.sequence} {event.kind} to {done.execution_id}")
         if done.fresh_key:
             self.stdout.write(f"the step runs again with the key {done.fresh_key}")
-        if not done.events:
+        if done.kept:
+            self.stdout.write(
+                "the answer is kept: the flow is running, and takes it when it comes to this wait"
+            )
+        elif not done.events:
             self.stdout.write(self.nothing_appended)
         if done.runs == "worker":
             self.stdout.write("a worker takes it up")
@@ -95,6 +99,7 @@ def _described(done: Done, operator: Operator, *, dry_run: bool) -> dict[str, An
         "events": [{"sequence": event.sequence, "kind": event.kind} for event in done.events],
         "fresh_key": done.fresh_key or None,
         "runs": done.runs,
+        "kept": done.kept,
     }
 
 

@@ -13,6 +13,7 @@ from loom_django.definitions import registry
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import ON_VERDICT
+from loom_django.stores.base import Due, EventStore
 
 log = logging.getLogger("loom_django.signals")
 
@@ -33,16 +34,21 @@ def _resumed(data: Mapping[str, Any]) -> list[_Sent]:
     sent: list[_Sent] = [
         (signals.execution_resumed, {"event_type": data.get("event"), "principal": principal})
     ]
-    if data.get("event") == ON_VERDICT:
-        verdict = codec.decode(data["payload"])
-        about = {
-            "step_id": verdict["step_id"],
-            "resolution": verdict["resolution"],
-            "principal": principal,
-            "reason": data.get("reason", ""),
-        }
-        sent.append((signals.verdict_given, about))
-    return sent
+    return [*sent, *_verdict(data)]
+
+
+def _verdict(data: Mapping[str, Any]) -> list[_Sent]:
+    """Of the event that brings a verdict: an answer to the park, or one that was kept while the body ran."""
+    if data.get("event") != ON_VERDICT or "payload" not in data:
+        return []
+    verdict = codec.decode(data["payload"])
+    about = {
+        "step_id": verdict["step_id"],
+        "resolution": verdict["resolution"],
+        "principal": data.get("principal"),
+        "reason": data.get("reason", ""),
+    }
+    return [(signals.verdict_given, about)]
 
 
 def _completed(data: Mapping[str, Any]) -> list[_Sent]:
@@ -69,6 +75,7 @@ _TELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], list[_Sent]]]] = {
     Kind.EXECUTION_STARTED: _started,
     Kind.EXECUTION_SUSPENDED: _suspended,
     Kind.EXECUTION_RESUMED: _resumed,
+    Kind.MESSAGE_CONSUMED: _verdict,
     Kind.EXECUTION_COMPLETED: _completed,
     Kind.EXECUTION_FAILED: _failed,
     Kind.EXECUTION_CANCELLED: _cancelled,
@@ -85,6 +92,13 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
         for signal, about in tell(event.data):
             if signal.has_listeners():
                 _send(signal, flow_id, version, event, about)
+
+
+def redrive_exhausted(store: EventStore, due: Due, attempts: int) -> None:
+    """Tell that the quick tries to wake an execution are used up."""
+    if signals.redrive_exhausted.has_listeners():
+        newest = store.load(due.row.execution_id).events[-1]
+        _send(signals.redrive_exhausted, due.flow_id, due.version, newest, {"attempts": attempts})
 
 
 def _send(signal: Signal, flow_id: str, version: int, event: Event, about: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from loom_django.engine import answers
 from loom_django.engine.answers import MISSING
 from loom_django.engine.code import flow_for
 from loom_django.engine.core import Engine, from_micros
-from loom_django.engine.outside import Appended, Landing, append_outside, load_existing
+from loom_django.engine.outside import Appended, Landing, append_note, load_existing
 from loom_django.errors import (
     ExecutionNotFoundError,
     FlowCodeMismatchError,
@@ -39,8 +39,14 @@ from loom_django.kernel.fold import Fold
 from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import ON_ERROR, ON_POISONED, FrameStatus, Status, is_reserved
 from loom_django.services import recovery, typed_json
-from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket, WorkerDispatcher
-from loom_django.stores.base import READY, Commit, Loaded, Ownership, Store
+from loom_django.services.dispatch import (
+    Dispatcher,
+    InlineDispatcher,
+    Ticket,
+    WorkerDispatcher,
+    deliver_now,
+)
+from loom_django.stores.base import READY, Acquired, Commit, Ownership, Store
 
 if typing.TYPE_CHECKING:
     from loom_django.engine.journal import Journal
@@ -107,6 +113,7 @@ class Done:
 
     ``events`` is empty if there was nothing to do. ``runs`` tells who goes on with the execution: this process
     after the commit, a worker, or nobody. ``fresh_key`` is the key that a retry-fresh verdict gives the step.
+    ``kept`` says that the flow is running, and takes the answer when it comes to the wait.
     """
 
     act: Act
@@ -114,6 +121,7 @@ class Done:
     events: tuple[Event, ...]
     runs: typing.Literal["here", "worker", "nobody"]
     fresh_key: str = ""
+    kept: bool = False
 
     @property
     def sequence(self) -> int | None:
@@ -155,7 +163,7 @@ def _record_denial(engine: Engine, operator: Operator, act: Act, execution_id: s
         )
         return Landing()
 
-    append_outside(engine, execution_id, compose)
+    append_note(engine, execution_id, compose)
 
 
 def _denied_before(engine: Engine, journal: Journal, name: str | None, act: Act, park: int | None) -> bool:
@@ -263,19 +271,11 @@ def resume_execution(
             correlation_key=correlation_key,
             principal=operator.name,
             reason=reason.strip(),
+            judge=_judge_of(question),
             ownership=ownership,
         )
 
-    return _perform(
-        loom,
-        operator,
-        Act.RESUME_EXECUTION,
-        execution_id,
-        reason,
-        append,
-        judge=None if question is None else lambda fold: _still_asks(fold, question),
-        dry_run=dry_run,
-    )
+    return _perform(loom, operator, Act.RESUME_EXECUTION, execution_id, reason, append, dry_run=dry_run)
 
 
 def cancel_execution(
@@ -365,11 +365,20 @@ def _open_gate(
 ) -> Done:
     def append(engine: Engine, ownership: Ownership) -> Appended:
         return answers.open_gate(
-            engine, execution_id, gate, principal=operator.name, reason=reason.strip(), ownership=ownership
+            engine,
+            execution_id,
+            gate,
+            principal=operator.name,
+            reason=reason.strip(),
+            judge=_judge_of(question),
+            ownership=ownership,
         )
 
-    judge = None if question is None else lambda fold: _still_asks(fold, question)
-    return _perform(loom, operator, act, execution_id, reason, append, judge=judge, dry_run=dry_run)
+    return _perform(loom, operator, act, execution_id, reason, append, dry_run=dry_run)
+
+
+def _judge_of(question: str | None) -> answers.Judge | None:
+    return None if question is None else lambda fold: _still_asks(fold, question)
 
 
 def _still_asks(fold: Fold, wait_id: str) -> None:
@@ -427,21 +436,25 @@ def _perform(
     reason: str,
     append: Callable[[Engine, Ownership], Appended],
     *,
-    judge: Callable[[Fold], None] | None = None,
     dry_run: bool,
 ) -> Done:
     _admit(loom, operator, act, execution_id, reason)
-    loom.engine.store.check_caller(f"the act {act.value}")
+    store = loom.engine.store
+    store.check_caller(f"the act {act.value}", answers=True)
     over = hand_over(loom)
-    engine = _watched(loom.engine, judge, dry_run)
+    engine = loom.engine
+    if dry_run:
+        engine = dataclasses.replace(engine, store=cast(Store, _Rehearsal(store)))
     appended = append(engine, over.ticket.ownership)
     events = appended.events
     goes_on = bool(events) and act is not Act.CANCEL_EXECUTION
-    done = Done(act, execution_id, events, over.runs if goes_on else "nobody")
+    done = Done(act, execution_id, events, over.runs if goes_on else "nobody", kept=appended.kept)
     if not dry_run:
         _announce(operator, act, execution_id, reason, done)
         if goes_on and over.runs == "here":
             _dispatch(loom, execution_id, over.ticket, appended)
+        if appended.kept:
+            store.on_commit(lambda: deliver_now(loom.engine, loom.dispatcher, execution_id))
     return done
 
 
@@ -465,41 +478,30 @@ def _dispatch(loom: Host, execution_id: str, ticket: Ticket, appended: Appended)
     loom.engine.store.on_commit(lambda: dispatcher.dispatch(execution_id, ticket, journal))
 
 
-def _watched(engine: Engine, judge: Callable[[Fold], None] | None, dry_run: bool) -> Engine:
-    if judge is None and not dry_run:
-        return engine
-    watched = _Rehearsal(engine.store, judge) if dry_run else _Watched(engine.store, judge)
-    return dataclasses.replace(engine, store=cast(Store, watched))
+class _Rehearsal:
+    """A store into which nothing lands, to see what an act would append."""
 
-
-class _Watched:
-    """A store that has every log judged as it is read.
-
-    An append goes to the sequence that was read, so nothing comes between the judgement and the append.
-    """
-
-    def __init__(self, store: Store, judge: Callable[[Fold], None] | None) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._judge = judge
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def load(self, execution_id: str, *, after: int = 0) -> Loaded:
-        loaded = self._store.load(execution_id, after=after)
-        if self._judge is not None and loaded.events:
-            self._judge(folded(loaded.events))
-        return loaded
-
-
-class _Rehearsal(_Watched):
-    """The same, and nothing that is appended lands."""
-
     def append(self, commit: Commit) -> None:
         commit.check()
 
+    def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
+        commit.check()
+
+    def send(self, execution_id: str, **message: Any) -> bool:
+        return True
+
     def acquire_fence(self, execution_id: str) -> int:
         return self._store.fence(execution_id) + 1
+
+    def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired:
+        head = self._store.read(execution_id, after=park_seq - 1)[-1].sequence
+        return Acquired(self.acquire_fence(execution_id), head)
 
     def on_commit(self, callback: Callable[[], None]) -> None:
         """Nothing was committed."""

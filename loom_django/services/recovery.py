@@ -149,16 +149,8 @@ class _Pass:
     def _lease(self, lease: Lease, forced: bool) -> bool:
         store, token = self.engine.store, random_token()
         owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
-        if not forced:
-            taken = store.take_over(lease, owner=owner, token=token, ttl=ttl)
-        elif (now := store.held(lease.execution_id)) is not None and now.token == lease.token:
-            # The holder may be alive: it is fenced out before anybody else can claim what it gives up.
-            store.acquire_fence(lease.execution_id)
-            taken = store.release(lease.execution_id, lease.token) and store.claim(
-                lease.execution_id, owner=owner, token=token, ttl=ttl
-            )
-        else:
-            taken = False
+        # A forced takeover's holder may be alive; the fence that is taken next is what stops it.
+        taken = store.take_over(lease, owner=owner, token=token, ttl=ttl, forced=forced)
         return self._taken(lease.execution_id, token) if taken else False
 
     def _ready(self, execution_id: str) -> bool:

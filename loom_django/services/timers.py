@@ -7,12 +7,11 @@ neither vanishes nor stands in the way of others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from loom_django.engine import answers
 from loom_django.engine.core import Engine
-from loom_django.engine.outside import Appended
 from loom_django.errors import (
     FlowCodeMismatchError,
     RedriveExhaustedError,
@@ -20,7 +19,9 @@ from loom_django.errors import (
     StoreUnavailableError,
 )
 from loom_django.kernel.backoff import redrive_delay
-from loom_django.services.dispatch import Dispatcher, Ticket, hand_on
+from loom_django.services import announce
+from loom_django.services.dispatch import Dispatcher, hand_on
+from loom_django.services.redrive import InboxRedriver, Redriver
 from loom_django.stores.base import Due, TimerRow
 
 log = logging.getLogger("loom_django.timers")
@@ -40,10 +41,18 @@ class TimerService:
 
     name = "timers"
 
-    def __init__(self, engine: Engine, dispatcher: Callable[[], Dispatcher], *, limit: int = BATCH) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        dispatcher: Callable[[], Dispatcher],
+        *,
+        limit: int = BATCH,
+        redrivers: Sequence[Redriver] | None = None,
+    ) -> None:
         self.engine = engine
         self.dispatcher = dispatcher
         self.limit = limit
+        self.redrivers = (InboxRedriver(engine, dispatcher),) if redrivers is None else tuple(redrivers)
         self.fired = 0
 
     def tick(self) -> bool:
@@ -53,26 +62,23 @@ class TimerService:
             StoreUnavailableError: the database stayed away; the rows are due again after their hold.
         """
         dues = self.engine.store.claim_due(
-            limit=self.limit, hold=HOLD, known=self.engine.known(), redrive=True
+            limit=self.limit, hold=HOLD, known=self.engine.known(), redrive=bool(self.redrivers)
         )
         for due in dues:
             self._serve(due)
         return bool(dues)
 
     def _serve(self, due: Due) -> None:
-        row = due.row
         try:
             self._fire(due)
         except StoreUnavailableError:
             raise
-        except FlowCodeMismatchError as exc:
-            self._put_off(row, PUT_OFF, exc)
         except ResumeContendedError as exc:
-            self._contended(row, exc)
+            self._contended(due, exc)
         except Exception as exc:
             if self.engine.store.is_connection_lost(exc):
                 raise
-            self._put_off(row, PUT_OFF, exc)
+            self._put_off(due, PUT_OFF, exc, report=due.row.tries == 0)
 
     def _fire(self, due: Due) -> None:
         row, store = due.row, self.engine.store
@@ -83,37 +89,60 @@ class TimerService:
             answers.expire(self.engine, row.execution_id)
             store.retire(row.execution_id, row.wake_at, claimed=row)
             return
-        woken = self._wake(
-            lambda ticket: answers.fire_timer(self.engine, row.execution_id, row.wake_at, ticket.ownership)
-        )
+        woken = self._wake(row)
         if row.redrive is not None and not woken:
-            self._wake(
-                lambda ticket: answers.deliver_message(self.engine, row.execution_id, ticket.ownership)
-            )
+            woken = self._redrive(row.execution_id)
         if row.redrive is not None or not woken:
-            # Its wait is not pending any more, or the message it stands for has been looked at.
+            # Its wait is not pending any more, or what it stands for has been looked at.
             store.retire(row.execution_id, row.wake_at, claimed=row)
 
-    def _wake(self, answer: Callable[[Ticket], Appended]) -> bool:
+    def _wake(self, row: TimerRow) -> bool:
+        """Answer the waits of that instant; the append takes the row along."""
         dispatcher = self.dispatcher()
         ticket = dispatcher.ticket()
-        appended = answer(ticket)
-        if appended.events:
-            self.fired += 1
-            hand_on(self.engine, dispatcher, appended, ticket)
+        appended = answers.fire_timer(self.engine, row.execution_id, row.wake_at, ticket.ownership)
+        self.fired += bool(appended.events)
+        hand_on(self.engine, dispatcher, appended, ticket)
         return bool(appended.events)
 
-    def _contended(self, row: TimerRow, exc: Exception) -> None:
-        tries = row.tries + 1
+    def _redrive(self, execution_id: str) -> bool:
+        """Show a re-drive row around; True if one of the re-drivers had something to do.
+
+        Raises:
+            ResumeContendedError: one of them is to be asked again.
+        """
+        for redriver in self.redrivers:
+            try:
+                told = redriver.redrive(execution_id)
+            except (StoreUnavailableError, ResumeContendedError, FlowCodeMismatchError):
+                raise
+            except Exception as exc:
+                if self.engine.store.is_connection_lost(exc):
+                    raise
+                raise ResumeContendedError(execution_id, 1) from exc
+            if told == "contended":
+                raise ResumeContendedError(execution_id, 1)
+            if told == "done":
+                self.fired += 1
+                return True
+        return False
+
+    def _contended(self, due: Due, exc: Exception) -> None:
+        tries = due.row.tries + 1
         if tries < MAX_TRIES:
             delay = redrive_delay(tries, self.engine.draw())
-            self.engine.store.put_off(row, delay=delay, tries=tries)
+            self.engine.store.put_off(due.row, delay=delay, tries=tries)
             return
-        self._put_off(row, PUT_OFF, RedriveExhaustedError(row.execution_id, tries), report=tries == MAX_TRIES)
+        exhausted = RedriveExhaustedError(due.row.execution_id, tries)
+        exhausted.__cause__ = exc
+        self._put_off(due, PUT_OFF, exhausted, report=tries == MAX_TRIES)
+        if tries == MAX_TRIES:
+            announce.redrive_exhausted(self.engine.store, due, tries)
 
-    def _put_off(self, row: TimerRow, delay: float, exc: Exception, *, report: bool | None = None) -> None:
+    def _put_off(self, due: Due, delay: float, exc: Exception, *, report: bool) -> None:
+        row = due.row
         self.engine.store.put_off(row, delay=delay, tries=row.tries + 1)
-        if report if report is not None else row.tries == 0:
+        if report:
             log.error(
                 "a wake is put off: %s",
                 exc,

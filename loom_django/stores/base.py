@@ -7,6 +7,10 @@ Lock order, everywhere: **fence rows, events, execution rows, timer rows, messag
 kind in order of execution id. A claim starts at the execution row (SKIP LOCKED), commits, and takes its
 fences in a second statement. A transactional tool's append takes the fence after the tool's own work.
 
+The fence row orders all who must not act on an old look: an append that answers, parks or ends, the acquires,
+:meth:`EventStore.append_if_unchanged` and :meth:`EventStore.delete_execution`. Each of them either sees what
+the other did, or is refused.
+
 Clock: every "now" below is the store's (:meth:`Store.now`): the database's, plus an offset that only the
 testing kit sets. All durations are seconds, all instants aware datetimes in UTC; facts inside payloads are
 integer microseconds.
@@ -39,6 +43,10 @@ class AppendRefused(Exception):
 
 class SequenceOccupied(AppendRefused):
     """Another writer holds that sequence, or the one before it is missing."""
+
+
+class Changed(AppendRefused):
+    """The token or the end of the log is not what was observed."""
 
 
 class WakesMoved(AppendRefused):
@@ -205,6 +213,21 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Acquired:
+    """A token that was taken, and the last sequence of the log as it stood then."""
+
+    fence: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The token had moved, or the park was answered: nothing changed. ``fence`` is the token now."""
+
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """Who holds an execution, until when by the store's clock."""
 
@@ -297,6 +320,26 @@ class EventStore(Protocol):
     def acquire_fence(self, execution_id: str) -> int:
         """Move the token up by one and return it; older tokens are stale from now on."""
 
+    def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
+        """Move the token if it is still ``fence`` and nothing has answered the park at ``park_seq`` since.
+
+        One atomic step: an answer that lands meanwhile is either seen here, or refused with the token that
+        it presents. What answers is told by :func:`~loom_django.kernel.events.is_answering`.
+
+        Raises:
+            OpenTransactionError: in a caller's transaction whose snapshot is older than this call.
+        """
+
+    def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
+        """Land events that carry no token, if token and log are still as they were observed.
+
+        The log is to end right before the commit's first event. For facts about what nobody runs.
+
+        Raises:
+            Changed: they are not; read again. OpenTransactionError: as for ``acquire_fence_if``.
+            StoreUnavailableError: the database stayed away; nothing is known to have landed.
+        """
+
     def delete_execution(self, execution_id: str) -> bool:
         """Remove a finished execution's rows. A token that was ever acquired stays; a 0 row goes.
 
@@ -374,8 +417,11 @@ class LeaseStore(Protocol):
     def leases(self, *, limit: int) -> list[Lease]:
         """All leases, expired or not, those that end first in front."""
 
-    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float) -> bool:
-        """Take an expired lease by its token; False if it was renewed, released or taken meanwhile."""
+    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float, forced: bool = False) -> bool:
+        """Take an expired lease by its token; False if it was renewed, released or taken meanwhile.
+
+        With ``forced`` it may be alive, and renewed since; False only if it is another's by now.
+        """
 
     def held(self, execution_id: str) -> Lease | None:
         """The lease on an execution, expired or not."""
@@ -459,11 +505,12 @@ class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, Protocol)
         TestCase's own transaction is nobody's to leave.
         """
 
-    def check_caller(self, call: str) -> None:
+    def check_caller(self, call: str, *, answers: bool = False) -> None:
         """Refuse a writing call that could not hang on to a commit; warn where it would join none.
 
         Raises:
-            OpenTransactionError: a transaction is open, and no atomic block is.
+            OpenTransactionError: a transaction is open, and no atomic block is. With ``answers``, a call that
+                judges the log as it is now: the caller's transaction reads from one snapshot all through.
         """
 
     def in_testcase(self) -> bool:

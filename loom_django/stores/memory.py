@@ -16,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from loom_django.errors import StaleFenceError
-from loom_django.kernel.events import Event
+from loom_django.kernel.events import Event, is_answering
 from loom_django.kernel.projection import Projection
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.stores.base import (
     ANY_FLOW,
+    Acquired,
+    Changed,
     Claimed,
     Commit,
     Due,
@@ -31,6 +33,7 @@ from loom_django.stores.base import (
     NewExecution,
     Ownership,
     SequenceOccupied,
+    Stale,
     TimerRow,
     WakesMoved,
 )
@@ -224,6 +227,23 @@ class MemoryStore:
             self._tables.fences[execution_id] = replace(fence, token=fence.token + 1)
             return fence.token + 1
 
+    def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
+        with self._lock:
+            token, log = self._fence_row(execution_id).token, self._tables.logs[execution_id]
+            answered = any(is_answering(event.kind, event.is_kernel) for event in log[park_seq:])
+            if token != fence or answered or len(log) < park_seq:
+                return Stale(token)
+            return Acquired(self.acquire_fence(execution_id), len(log))
+
+    def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
+        with self._lock:
+            if self._landed(commit):
+                return
+            token, log = self._fence_row(commit.execution_id).token, self._tables.logs[commit.execution_id]
+            if token != fence or len(log) != commit.first_sequence - 1:
+                raise Changed(commit.execution_id, commit.first_sequence)
+            self.append(replace(commit, fence=token))
+
     def delete_execution(self, execution_id: str) -> bool:
         with self._lock:
             tables = self._tables
@@ -375,10 +395,12 @@ class MemoryStore:
         leases = [lease for key in self._tables.rows if (lease := self.held(key)) is not None]
         return sorted(leases, key=lambda lease: lease.until)
 
-    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float) -> bool:
+    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float, forced: bool = False) -> bool:
         with self._lock:
             row = self._tables.rows.get(lease.execution_id)
-            if row is None or row.until is None or row.token != lease.token or row.until > self.now():
+            if row is None or row.until is None or row.token != lease.token:
+                return False
+            if row.until > self.now() and not forced:
                 return False
             held = Ownership("held", owner=owner, token=token, ttl=ttl)
             self._put(lease.execution_id, _own(row, held, self.now()))
@@ -500,7 +522,7 @@ class MemoryStore:
     def leave_transaction(self) -> bool:
         return False  # a block of transaction() ends with its call
 
-    def check_caller(self, call: str) -> None:
+    def check_caller(self, call: str, *, answers: bool = False) -> None:
         """A program may always call."""
 
     def in_testcase(self) -> bool:

@@ -18,11 +18,27 @@ import psycopg
 from django.db import Error, transaction
 
 from loom_django import compat
-from loom_django.errors import StoreUnavailableError
-from loom_django.stores.base import APPEND_RETRIES, Commit, Known, RowLocked, SequenceOccupied
+from loom_django.errors import OpenTransactionError, StoreUnavailableError
+from loom_django.stores.base import (
+    APPEND_RETRIES,
+    Acquired,
+    Commit,
+    Known,
+    RowLocked,
+    SequenceOccupied,
+    Stale,
+)
 from loom_django.stores.postgresql_append import document, parts_of, text_of
 from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes, ready_filter
-from loom_django.stores.statements import READY_HEAD, SHARED, UPSERT_TIMER, Statement, dialect, named
+from loom_django.stores.statements import (
+    ANSWERS,
+    READY_HEAD,
+    SHARED,
+    UPSERT_TIMER,
+    Statement,
+    dialect,
+    named,
+)
 
 # Statements of more commits than this are sent in parts: one part must not hold its rows for long.
 MOST_COMMITS: Final = 256
@@ -43,7 +59,6 @@ WORDS: Final = {
     "text": "cast({0} as text)",
     "is": "is not distinct from",
     "known": "json_each_text(cast(%(known)s as json))",
-    "lock": "for update",
     "lock_free": "for no key update of {0} skip locked",
 }
 
@@ -151,6 +166,37 @@ OWN: Final = named(
 )
 
 
+def acquire_if_script(execution_id: str, fence: int, park_seq: int, *, joined: bool) -> str:
+    """The statements of a conditional acquire; rows come from the last two: token as it was, token and head.
+
+    The lock is waited for before the log is looked at, in a statement of its own: at READ COMMITTED that has
+    a snapshot of its own, so an answer that the lock waited for is seen. A server's default of REPEATABLE
+    READ would look at the log as it was before, and fence out a body that was just answered; in a caller's
+    transaction (``joined``) the level was checked.
+
+    A simple query takes no parameters. The id goes in hexadecimal, the rest are numbers.
+    """
+    key = f"convert_from(decode('{execution_id.encode().hex()}', 'hex'), 'UTF8')"
+    statements = [
+        f"""insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        select {key}, 0, 0, 0, 0 where exists (select 1 from loom_event where execution_id = {key})
+        on conflict (execution_id) do nothing""",
+        f"select token from loom_fence where execution_id = {key} for update",
+        f"""update loom_fence f set token = f.token + 1 from (
+            select coalesce(max(sequence), 0) as head from loom_event where execution_id = {key}
+        ) log
+        where f.execution_id = {key} and f.token = {int(fence)} and log.head >= {int(park_seq)}
+        and not exists (
+            select 1 from loom_event
+            where execution_id = {key} and sequence > {int(park_seq)} and {ANSWERS}
+        )
+        returning f.token, log.head""",
+    ]
+    if not joined:
+        statements.insert(0, "set transaction isolation level read committed")
+    return "; ".join(" ".join(statement.split()) for statement in statements)
+
+
 def sqlstate(error: BaseException) -> str | None:
     """The server's own word for an error, through Django's wrapping."""
     for cause in chain_of_causes(error):
@@ -223,6 +269,58 @@ class PostgresStore(SqlStore):
             if isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError):
                 return cause.sqlstate is None or cause.sqlstate.startswith(_LOST)
         return False
+
+    # Fences.
+
+    def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
+        """As the contract has it, in one round trip, or two in a caller's transaction."""
+        joined = compat.open_transaction(self.connection)
+        if joined:
+            self._see_each_commit("acquire_fence_if", joined=True)
+        script = acquire_if_script(execution_id, fence, park_seq, joined=joined)
+        tries = 0
+        while True:
+            try:
+                held, moved = self._execute_script(script)[-2:]
+            except Error as error:
+                tries += 1
+                if joined or tries > APPEND_RETRIES or not self._may_resend(error):
+                    raise
+            else:
+                return Acquired(*moved[0]) if moved else Stale(held[0][0] if held else 0)
+
+    def _execute_script(self, script: str) -> list[list[Row]]:
+        """Run statements as one simple query, which is one transaction, and return the rows of each.
+
+        No transaction pooler can part them, and nothing is prepared.
+        """
+        connection = self.connection
+        connection.ensure_connection()
+        if connection.in_atomic_block:
+            connection.validate_no_broken_transaction()
+        watched = connection.queries_logged or connection.execute_wrappers
+        with (
+            connection.wrap_database_errors,
+            connection.cursor() if watched else psycopg.Cursor(connection.connection) as cursor,
+        ):
+            cursor.execute(script)
+            results: list[list[Row]] = []
+            while True:
+                results.append(cursor.fetchall() if cursor.description else [])
+                if not cursor.nextset():
+                    return results
+
+    def _see_each_commit(self, call: str, *, joined: bool) -> None:
+        if not joined:
+            self._execute("set transaction isolation level read committed", prepare=False)
+        elif self.in_transaction():
+            level = self._execute("select current_setting('transaction_isolation')")[0][0]
+            if level != "read committed":
+                why = f"it is {level.upper()}, so what others commit meanwhile cannot be seen in it"
+                raise OpenTransactionError(call, why, "Do it after the block.")
+
+    def _may_resend(self, error: Error) -> bool:
+        return sqlstate(error) in _TRANSIENT or super()._may_resend(error)
 
     # Appends.
 

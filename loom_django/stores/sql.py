@@ -11,18 +11,22 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from django.db import Error, connections, transaction
 
 from loom_django import compat
-from loom_django.errors import OpenTransactionError, StaleFenceError
+from loom_django.errors import OpenTransactionError, StaleFenceError, StoreUnavailableError
 from loom_django.kernel.events import Event
 from loom_django.kernel.state import Status
 from loom_django.stores.base import (
     ANY_FLOW,
+    Acquired,
+    AppendRefused,
+    Changed,
     Claimed,
     Commit,
     Due,
@@ -31,6 +35,7 @@ from loom_django.stores.base import (
     Loaded,
     Message,
     SequenceOccupied,
+    Stale,
     TimerRow,
     WakesMoved,
 )
@@ -222,9 +227,68 @@ class SqlStore(ABC):
         token: int = self._run("acquire_fence", {"id": execution_id})[0][0]
         return token
 
-    def delete_execution(self, execution_id: str) -> bool:
+    def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
+        with self._under_fence(execution_id, "acquire_fence_if") as token:
+            head, answered = self._run("since_park", {"id": execution_id, "park": park_seq})[0]
+            if token != fence or answered or head < park_seq:
+                return Stale(token)
+            return Acquired(self.acquire_fence(execution_id), head)
+
+    def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
+        _check(commit)
+        backoff = Backoff(self.give_up, self.sleep)
+        while True:
+            try:
+                return self._append_under_fence(commit, fence)
+            except Error as error:
+                if compat.open_transaction(self.connection) or not self._may_resend(error):
+                    raise
+                if not backoff.again():
+                    raise StoreUnavailableError(attempts=backoff.attempts) from error
+
+    def _append_under_fence(self, commit: Commit, fence: int) -> None:
+        with self._under_fence(commit.execution_id, "append_if_unchanged") as token:
+            if self._had_landed(commit):
+                return
+            changed = Changed(commit.execution_id, commit.first_sequence)
+            if token != fence:
+                raise changed
+            refused = self._land([replace(commit, fence=token)])[0]
+            if isinstance(refused, AppendRefused):
+                raise changed from refused
+            if refused is not None:
+                raise refused
+
+    def _may_resend(self, error: Error) -> bool:
+        """True if a transaction of the store's own that met this error is to be done again."""
+        if not self.is_connection_lost(error):
+            return False
+        self.connection.close()
+        return True
+
+    @contextmanager
+    def _under_fence(self, execution_id: str, call: str) -> Iterator[int]:
+        """A transaction that holds an execution's fence row; gives the token.
+
+        Each statement in it sees what is committed by then, so what the lock waited for is seen as well.
+        """
+        joined = compat.open_transaction(self.connection)
         with self.transaction():
-            self._run("lock_fence", {"id": execution_id})
+            self._see_each_commit(call, joined=joined)
+            yield self._run("hold_fence", {"id": execution_id})[0][0]
+
+    @abstractmethod
+    def _see_each_commit(self, call: str, *, joined: bool) -> None:
+        """Have each statement of the open transaction read from a snapshot of its own.
+
+        Raises:
+            OpenTransactionError: the transaction is a caller's, and reads from one snapshot.
+        """
+
+    def delete_execution(self, execution_id: str) -> bool:
+        if not self._run("finished", {"id": execution_id}):
+            return False
+        with self._under_fence(execution_id, "delete_execution"):
             finished = self._run("finished", {"id": execution_id})
             if not finished:
                 return False
@@ -320,9 +384,9 @@ class SqlStore(ABC):
     def leases(self, *, limit: int) -> list[Lease]:
         return [self._lease(row) for row in self._run("leases", {"limit": limit})]
 
-    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float) -> bool:
+    def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float, forced: bool = False) -> bool:
         names = {"id": lease.execution_id, "seen": lease.token, "owner": owner, "token": token, "ttl": ttl}
-        return bool(self._run("take_over", names))
+        return bool(self._run("take_over", {**names, "forced": forced}))
 
     def held(self, execution_id: str) -> Lease | None:
         rows = self._run("held", {"id": execution_id})
@@ -412,7 +476,7 @@ class SqlStore(ABC):
     def leave_transaction(self) -> bool:
         return self.in_transaction() and compat.leave_transaction(self.connection)
 
-    def check_caller(self, call: str) -> None:
+    def check_caller(self, call: str, *, answers: bool = False) -> None:
         connection = self.connection
         if self.in_transaction() and not connection.in_atomic_block:
             raise OpenTransactionError(
@@ -421,6 +485,8 @@ class SqlStore(ABC):
                 "wait for",
                 "Use transaction.atomic().",
             )
+        if answers and self.in_transaction():
+            self._see_each_commit(call, joined=True)
         if not self.in_transaction() and (other := compat.other_transaction(self.alias)):
             logger.warning(
                 "%s inside a transaction on database %r only: it is not part of that transaction, since the "

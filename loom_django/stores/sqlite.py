@@ -43,7 +43,6 @@ WORDS: Final = {
     "text": "{0}",
     "is": "is",
     "known": "json_each(%(known)s)",
-    "lock": "",
     "lock_free": "",
 }
 # Parameters that are seconds from now; SQLite's own clock functions know milliseconds only.
@@ -325,6 +324,9 @@ class SqliteStore(SqlStore):
 
     def is_connection_lost(self, error: BaseException) -> bool:
         return False  # it is a file
+
+    def _see_each_commit(self, call: str, *, joined: bool) -> None:
+        """Under the write lock nobody else commits."""
 
     # Appends.
 

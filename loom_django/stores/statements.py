@@ -2,8 +2,8 @@
 
 What the two say differently is written with a ``$``: ``$now`` is the store's clock, ``$later(x)`` is that
 plus the parameter x in seconds, ``$at(x)`` an instant handed in, ``$time(column)`` an instant handed out,
-``$text(column)`` JSON as text, ``$is`` equality that takes NULL for a value, and ``$lock``, ``$lock_free(t)``
-take the rows read (the second leaves out those that others hold).
+``$text(column)`` JSON as text, ``$is`` equality that takes NULL for a value, and ``$lock_free(t)`` takes
+the rows read, but for those that others hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from loom_django.kernel.events import ANSWERING, KERNEL_KINDS
 from loom_django.kernel.state import TERMINAL_STATUSES
 
 
@@ -33,7 +34,13 @@ def named(*statements: Statement) -> dict[str, Statement]:
     return {statement.name: statement for statement in statements}
 
 
-_TERMINAL = ", ".join(f"'{status}'" for status in sorted(TERMINAL_STATUSES))
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
+
+
+_TERMINAL = _list(TERMINAL_STATUSES)
+# As kernel.events.is_answering has it: an unknown kind answers if it carries the kernel's stamp.
+ANSWERS: Final = f"(kind in ({_list(ANSWERING)}) or (is_kernel and kind not in ({_list(KERNEL_KINDS)})))"
 _TIMER = "t.execution_id, $time(t.wake_at), t.redrive, t.deadline, $time(t.not_before), t.tries"
 UPSERT_TIMER = """
     on conflict (execution_id, wake_at) do update set
@@ -94,6 +101,28 @@ SHARED: Final = named(
         repeatable=True,
     ),
     Statement(
+        "hold_fence",
+        "The row is there and locked until the end of the transaction; token as it is under the lock.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        values (%(id)s, 0, 0, 0, 0)
+        on conflict (execution_id) do update set token = loom_fence.token
+        returning token
+        """,
+    ),
+    Statement(
+        "since_park",
+        "Where the log ends, and if anything since a park has answered it.",
+        f"""
+        select
+            (select coalesce(max(sequence), 0) from loom_event where execution_id = %(id)s),
+            exists (
+                select 1 from loom_event
+                where execution_id = %(id)s and sequence > %(park)s and {ANSWERS}
+            )
+        """,
+    ),
+    Statement(
         "why",
         "After a refusal: what stands in the way, and if it is this very commit, landed before.",
         """
@@ -113,12 +142,7 @@ SHARED: Final = named(
         """,
         repeatable=True,
     ),
-    # Deletion: in the lock order, the fence row first.
-    Statement(
-        "lock_fence",
-        "Appends that answer, acquires and the deletion of an execution wait for each other here.",
-        "select token from loom_fence where execution_id = %(id)s $lock",
-    ),
+    # Deletion: in the lock order, the fence row first ("hold_fence").
     Statement(
         "finished",
         "Checked under the fence's lock: only what has ended may go.",
@@ -242,7 +266,7 @@ SHARED: Final = named(
         """
         update loom_execution set
             lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
-        where id = %(id)s and lease_token = %(seen)s and lease_until <= $now
+        where id = %(id)s and lease_token = %(seen)s and (%(forced)s or lease_until <= $now)
         returning id
         """,
     ),
@@ -328,7 +352,5 @@ def dialect(statements: Iterable[Statement], words: Mapping[str, str]) -> dict[s
     def say(match: re.Match[str]) -> str:
         return words[match[1]].format(pattern.sub(say, match[2] or ""))
 
-    pattern = re.compile(
-        r"\$(now|later|at|time|text|is|lock_free|lock|known)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
-    )
+    pattern = re.compile(r"\$(now|later|at|time|text|is|lock_free|known)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
     return {one.name: replace(one, sql=pattern.sub(say, " ".join(one.sql.split()))) for one in statements}

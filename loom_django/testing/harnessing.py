@@ -238,7 +238,7 @@ class Harness:
         """Hand messages over that were sent in a transaction whose end a TestCase does not tell."""
         for execution_id in sorted(self._receiving):
             if self._engine.store.message_names(execution_id):
-                answers.deliver_message(self._engine, execution_id, READY)
+                answers.deliver(self._engine, execution_id, READY)
 
     # Time.
 

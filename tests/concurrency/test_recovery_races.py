@@ -184,7 +184,7 @@ def test_recoveries_workers_and_cancels_make_no_deadlock(lab: Lab):
         assert child.wait() == 0, child.log
     for worker in crew[2:4]:
         worker.kill()
-    eventually(lambda: others() == 0, "their backends have ended, and told their statistics")
+    eventually(lambda: not others(), "their backends have ended, and told their statistics", instead=others)
     assert deadlocks() == before
     lab.pass_time()
     lab.run("heal")
@@ -199,9 +199,12 @@ def deadlocks() -> int:
         return int(cursor.fetchone()[0])
 
 
-def others() -> int:
+def others() -> list[tuple[object, ...]]:
     with connection.cursor() as cursor:
         cursor.execute(
-            "select count(*) from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+            """
+            select pid, state, wait_event_type, wait_event, query_start, pg_blocking_pids(pid), query
+            from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()
+            """
         )
-        return int(cursor.fetchone()[0])
+        return list(cursor.fetchall())

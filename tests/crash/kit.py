@@ -37,12 +37,18 @@ from tests.shop.models import Order
 KILLED = -signal.SIGKILL
 
 
-def eventually(fact: Callable[[], Any], what: str, *, patience: float = PATIENCE) -> Any:
-    """Wait until something is so and return it."""
+def eventually(
+    fact: Callable[[], Any],
+    what: str,
+    *,
+    patience: float = PATIENCE,
+    instead: Callable[[], object] = lambda: "",
+) -> Any:
+    """Wait until something is so and return it; ``instead`` tells what is so if it is not."""
     deadline = time.monotonic() + patience
     while not (found := fact()):
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {patience} s: {what}")
+            raise AssertionError(f"not within {patience} s: {what} {instead()}")
         time.sleep(0.01)
     return found
 

@@ -161,7 +161,7 @@ def test_a_denial_that_cannot_be_recorded_is_a_denial_still(monkeypatch, caplog)
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the database is away")
 
-    monkeypatch.setattr(operators, "append_outside", fail)
+    monkeypatch.setattr(operators, "append_note", fail)
     with caplog.at_level(logging.ERROR, "loom_django.operators"), pytest.raises(OperatorDeniedError):
         operators.cancel_execution(loom, BEN, "x", reason="r")
     assert "a denial could not be recorded" in caplog.text
