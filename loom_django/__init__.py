@@ -21,6 +21,7 @@ from loom_django.errors import (
 from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.codec import register_type
 from loom_django.runtime import Handle, loom
+from loom_django.scheduling import Schedule, schedule
 from loom_django.statuses import ExecutionStatus
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "ResultTimeoutError",
     "ResumeRefusedError",
     "RetryPolicy",
+    "Schedule",
     "Step",
     "StepContext",
     "StepFailed",
@@ -50,5 +52,6 @@ __all__ = [
     "flow",
     "loom",
     "register_type",
+    "schedule",
     "tool",
 ]

@@ -27,8 +27,10 @@ from django.utils.module_loading import import_string
 
 from loom_django import conf
 from loom_django.definitions import Flow, Tool, registry
+from loom_django.errors import LoomError
 from loom_django.kernel import codec
 from loom_django.kernel.advice import instead_of, type_name
+from loom_django.scheduling import Schedule, schedules
 
 TAG: Final = "loom"
 
@@ -339,6 +341,42 @@ def check_type_names(**kwargs: Any) -> list[CheckMessage]:
         for entry in codec.registered_types()
         if not entry.explicit
     ]
+
+
+# Schedules.
+
+
+@checks.register(TAG)
+def check_schedules(**kwargs: Any) -> list[CheckMessage]:
+    """E011, W030."""
+    return [message for schedule in schedules.all() for message in _check_schedule(schedule)]
+
+
+def _check_schedule(schedule: Schedule) -> Iterator[CheckMessage]:
+    try:
+        flow = schedule.flow()
+        schedule.bound(flow)
+    except LoomError as exc:
+        yield checks.Error(
+            f'The schedule "{schedule.id}" cannot start its flow: {exc}',
+            hint="Name a flow that is declared, and the arguments that it takes, in args= and kwargs=.",
+            id="loom.E011",
+        )
+    else:
+        if flow.pinned:
+            yield checks.Error(
+                f'The schedule "{schedule.id}" names version {flow.version} of the flow "{flow.id}", which is '
+                "pinned and starts nothing new.",
+                hint="Name the flow by its id, or the version that takes new starts.",
+                id="loom.E011",
+            )
+    if not schedule.zone_was_given and settings.TIME_ZONE != "UTC":
+        yield checks.Warning(
+            f'The schedule "{schedule.id}" names no time_zone, so "{schedule.cron}" is read in UTC, while '
+            f"TIME_ZONE is {settings.TIME_ZONE}.",
+            hint=f'Say which is meant: time_zone="{settings.TIME_ZONE}" or time_zone="UTC".',
+            id="loom.W030",
+        )
 
 
 # Advice for production.

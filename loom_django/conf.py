@@ -33,6 +33,7 @@ class LoomSettings:
     EXECUTE_TIMEOUT: float = 3600.0
     MAX_RECOVERIES: int = 10
     READY_GRACE: float = 30.0
+    MISFIRE_GRACE: float = 60.0
     CONCURRENCY: int = 16
     IN_PROCESS_RETRY_LIMIT: float = 5.0
     POLL_INTERVAL: float = 0.25
@@ -47,6 +48,7 @@ DURATIONS: Final = frozenset(
         "LEASE_RENEW_INTERVAL",
         "EXECUTE_TIMEOUT",
         "READY_GRACE",
+        "MISFIRE_GRACE",
         "IN_PROCESS_RETRY_LIMIT",
         "POLL_INTERVAL",
     }

@@ -341,6 +341,20 @@ class FlowNotFoundError(LoomError):
         )
 
 
+class ScheduleNotFoundError(LoomError):
+    """No schedule of that id is declared here."""
+
+    code = "schedule-not-found"
+
+    def __init__(self, schedule_id: str, known: Iterable[str] = ()) -> None:
+        self.schedule_id = schedule_id
+        self.known = tuple(known)
+        super().__init__(
+            f'schedule "{schedule_id}" is not declared (known: {_listed(self.known)}). Declare it by '
+            "schedule(…) in the flows module of an installed app."
+        )
+
+
 class ExecutionNotFoundError(LoomError):
     """There is no execution of this id."""
 

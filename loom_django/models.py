@@ -275,6 +275,46 @@ class Message(ReadOnlyModel):
         return f"{self.execution_id} {self.name} {self.message_id}"
 
 
+class ScheduleState(ReadOnlyModel):
+    """What has been decided of a schedule; the schedule itself stands in code.
+
+    Everything up to ``decided_until`` was started or skipped. ``flow_id``, ``cron`` and ``time_zone`` tell how it
+    was declared when a service last looked.
+    """
+
+    written_by = "loom.pause_schedule, loom.resume_schedule, loom.trigger_schedule and the services"
+
+    id = IdField(_("schedule"), primary_key=True)
+    flow_id = models.CharField(_("flow"), max_length=255)
+    cron = models.CharField(_("cron"), max_length=255)
+    time_zone = models.CharField(_("time zone"), max_length=255)
+    decided_until = models.DateTimeField(_("decided until"))
+    revision = models.BigIntegerField(_("revision"), default=0, db_default=0)
+    paused_at = models.DateTimeField(_("paused"), null=True, blank=True)
+    last_execution_id = IdField(_("last run"), default="", db_default="", blank=True)
+    skipped_at = models.DateTimeField(_("last skipped"), null=True, blank=True)
+    skipped_why = models.CharField(_("why skipped"), max_length=32, default="", db_default="", blank=True)
+    last_act = models.CharField(_("last act"), max_length=32, default="", db_default="", blank=True)
+    acted_at = models.DateTimeField(_("acted"), null=True, blank=True)
+    acted_by = models.CharField(_("acted by"), max_length=255, default="", db_default="", blank=True)
+    act_reason = models.TextField(_("reason"), default="", db_default="", blank=True)
+
+    objects = ReadOnlyQuerySet.as_manager()
+
+    class Meta:
+        db_table = "loom_schedule"
+        verbose_name = _("schedule")
+        verbose_name_plural = _("schedules")
+        default_permissions = ("view",)
+        permissions = [
+            ("pause_schedule", "Can pause and resume a schedule"),
+            ("trigger_schedule", "Can start a schedule's flow now"),
+        ]
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
 class Node(ReadOnlyModel):
     """A loop that said it was alive: a hint for whom to hand work to, and for whoever looks for one."""
 

@@ -37,6 +37,7 @@ from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
 from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
+from loom_django.services import schedules
 from loom_django.services.dispatch import (
     Dispatcher,
     InlineDispatcher,
@@ -528,6 +529,50 @@ class Loom:
         self._deliver_after_commit(execution_id)
         return True
 
+    # Schedules.
+
+    def pause_schedule(self, schedule_id: str, /, *, reason: str, principal: Any = None) -> bool:
+        """Skip what falls due from now on; False, and nothing changes, if the schedule is paused already.
+
+        Raises:
+            ScheduleNotFoundError: no schedule of that id is declared here, and none was ever seen.
+        """
+        return schedules.pause(
+            self.engine,
+            schedule_id,
+            **self._schedule_act("loom.pause_schedule", schedule_id, reason, principal),
+        )
+
+    def resume_schedule(self, schedule_id: str, /, *, reason: str, principal: Any = None) -> bool:
+        """Start what falls due from now on; what fell due until then is skipped. False if it is not paused.
+
+        Raises:
+            ScheduleNotFoundError: no schedule of that id is declared here, and none was ever seen.
+        """
+        return schedules.resume(
+            self.engine,
+            schedule_id,
+            **self._schedule_act("loom.resume_schedule", schedule_id, reason, principal),
+        )
+
+    def trigger_schedule(self, schedule_id: str, /, *, reason: str, principal: Any = None) -> Handle[Any]:
+        """Start a schedule's flow now, beside its occurrences: paused or not, whatever else runs.
+
+        Raises:
+            ScheduleNotFoundError: no schedule of that id is declared here.
+            FlowNotFoundError, InvalidInputError: its flow is not registered, is pinned, or takes other arguments.
+        """
+        about = self._schedule_act("loom.trigger_schedule", schedule_id, reason, principal)
+        started = schedules.trigger(self.engine, self.dispatcher, schedule_id, **about)
+        return Handle(self, started.execution_id, started.flow_id, created=started.created)
+
+    def _schedule_act(self, call: str, schedule_id: str, reason: str, principal: Any) -> dict[str, Any]:
+        """What an act on a schedule records, checked."""
+        self.store.check_caller(call)
+        keys.check_id(schedule_id, "schedule id")
+        keys.check_text(reason, "reason", MAX_REASON)
+        return {"reason": reason, "principal": _checked_principal(principal)}
+
     # Reading.
 
     def handle(self, execution_id: str, /) -> Handle[Any]:
@@ -617,6 +662,20 @@ class Loom:
     ) -> bool:
         """:meth:`send`, awaited."""
         return await sync_to_async(self.send)(execution_id, name, payload, message_id=message_id)
+
+    async def apause_schedule(self, schedule_id: str, /, *, reason: str, principal: Any = None) -> bool:
+        """:meth:`pause_schedule`, awaited."""
+        return await sync_to_async(self.pause_schedule)(schedule_id, reason=reason, principal=principal)
+
+    async def aresume_schedule(self, schedule_id: str, /, *, reason: str, principal: Any = None) -> bool:
+        """:meth:`resume_schedule`, awaited."""
+        return await sync_to_async(self.resume_schedule)(schedule_id, reason=reason, principal=principal)
+
+    async def atrigger_schedule(
+        self, schedule_id: str, /, *, reason: str, principal: Any = None
+    ) -> Handle[Any]:
+        """:meth:`trigger_schedule`, awaited."""
+        return await sync_to_async(self.trigger_schedule)(schedule_id, reason=reason, principal=principal)
 
     async def ahandle(self, execution_id: str, /) -> Handle[Any]:
         """:meth:`handle`, awaited."""

@@ -18,7 +18,7 @@ from django.core.management.base import SystemCheckError
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from loom_django import FlowContext, RetryPolicy, StepContext, flow, register_type, tool
+from loom_django import FlowContext, RetryPolicy, StepContext, flow, register_type, schedule, scheduling, tool
 from loom_django.definitions import registry
 from loom_django.kernel import codec
 from tests.shop.models import Ledger, Order
@@ -38,6 +38,7 @@ def found(*, deploy: bool = False) -> dict[str, checks.CheckMessage]:
 def only_own_flows(monkeypatch):
     """A registry with nothing but what a test declares."""
     monkeypatch.setattr(registry, "_flows", {})
+    monkeypatch.setattr(scheduling.schedules, "_schedules", {})
 
 
 @pytest.fixture(autouse=True)
@@ -370,3 +371,67 @@ def test_w040_inline_is_not_for_production(settings):
     assert "run_loom_worker" in str(found(deploy=True)["loom.W040"].hint)
     settings.LOOM = {"DISPATCHER": "worker"}
     assert "loom.W040" not in found(deploy=True)
+
+
+# Schedules.
+
+
+@pytest.fixture
+def audit():
+    @flow("audit")
+    def body(ctx: FlowContext, scope: str) -> None:
+        """It takes a scope."""
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"flow": "nobody"}, 'flow "nobody" is not registered here'),
+        ({"flow": "audit"}, "scope"),
+        ({"flow": "audit", "kwargs": {"scop": "all"}}, "scop"),
+    ],
+)
+def test_e011_a_schedule_can_start_its_flow(audit, options, says):
+    """A flow by its id is looked up when all modules are there."""
+    schedule("nightly", cron="30 3 * * *", **options)
+    message = found()["loom.E011"]
+    assert 'The schedule "nightly" cannot start its flow' in message.msg
+    assert says in message.msg
+
+
+def test_e011_a_pinned_version_starts_nothing():
+    """A flow that is given fixes its version."""
+
+    @flow("audit", pinned=True)
+    def body(ctx: FlowContext) -> None:
+        """The old one."""
+
+    schedule("nightly", flow=body, cron="30 3 * * *")
+    assert "pinned" in found()["loom.E011"].msg
+
+
+def test_e011_spares_what_fits(audit):
+    """By the flow or by its id."""
+    schedule("a", flow=audit, cron="30 3 * * *", args=["all"])
+    schedule("b", flow="audit", cron="30 3 * * *", kwargs={"scope": "all"})
+    assert found() == {}
+
+
+def test_w030_a_zone_that_was_left_out_is_meant(settings, audit):
+    """Where the project lives in another zone than UTC, half past three is somebody's guess."""
+    schedule("nightly", flow=audit, cron="30 3 * * *", args=["all"])
+    assert found() == {}
+    settings.TIME_ZONE = "Europe/Berlin"
+    message = found()["loom.W030"]
+    assert 'schedule "nightly" names no time_zone' in message.msg
+    assert 'time_zone="Europe/Berlin"' in (message.hint or "")
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin"])
+def test_w030_spares_a_zone_that_is_given(settings, audit, zone):
+    """Also UTC, if it is said."""
+    settings.TIME_ZONE = "Europe/Berlin"
+    schedule("nightly", flow=audit, cron="30 3 * * *", time_zone=zone, args=["all"])
+    assert found() == {}

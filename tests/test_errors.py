@@ -43,6 +43,7 @@ EXAMPLES: list[LoomError] = [
     errors.DirectCallError("order", "flow"),
     errors.OpenTransactionError("ctx.run"),
     errors.FlowNotFoundError("order", ["audit"], 3),
+    errors.ScheduleNotFoundError("nightly", ["weekly"]),
     errors.ExecutionNotFoundError("order-17"),
     errors.ExecutionConflictError("order-17", "input"),
     errors.ResumeRefusedError("order-17", "no-such-wait", "It waits for Approval since 02:14."),

@@ -53,31 +53,36 @@ class Started:
 
 
 def start(
-    engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], options: Options, ownership: Ownership
+    engine: Engine,
+    flow: Flow[..., Any],
+    given: Mapping[str, Any],
+    options: Options,
+    ownership: Ownership,
+    *,
+    scheduled_at: datetime | None = None,
 ) -> Started:
     """Write the start of an execution, or find the one that has its id.
+
+    An occurrence of a schedule, ``scheduled_at``, is settled by any execution that has its id: nodes of two
+    releases may start it with other arguments, and the first one is right.
 
     Raises:
         InvalidInputError: the flow is pinned, or an option cannot be used.
         UnencodableValueError, PayloadTooLargeError: the input or the attributes cannot be recorded.
         ExecutionConflictError: the id is another flow's, or another input's.
     """
-    if flow.pinned:
-        raise InvalidInputError(
-            f"version {flow.version} is pinned: it serves the executions it has and starts no new ones",
-            flow.id,
-        )
+    check_startable(flow)
     execution_id = options.execution_id or str(uuid.uuid4())
     engine.store.check_clock()
     for _ in range(ATTEMPTS):
         journal = Journal(engine, Fold(), fence=None, writer=random_token())
-        fields, new = _facts(engine, journal, flow, given, options, execution_id)
+        fields, new = _facts(engine, journal, flow, given, options, execution_id, scheduled_at)
         journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
         timers = () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
         try:
             journal.land(ownership=ownership, new=new, timers=timers, pass_notes=False)
         except SequenceOccupied:
-            found = _existing(engine, flow, given, execution_id)
+            found = _existing(engine, flow, given, execution_id, settled=scheduled_at is not None)
             if found is not None:
                 return found
             continue
@@ -88,13 +93,28 @@ def start(
     raise StoreUnavailableError(f"the id {execution_id!r} was taken and given up again and again", ATTEMPTS)
 
 
+def check_startable(flow: Flow[..., Any]) -> None:
+    """Refuse to start a version that only serves what it has.
+
+    Raises:
+        InvalidInputError: it is pinned.
+    """
+    if flow.pinned:
+        raise InvalidInputError(
+            f"version {flow.version} is pinned: it serves the executions it has and starts no new ones",
+            flow.id,
+        )
+
+
 def _existing(
-    engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], execution_id: str
+    engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], execution_id: str, *, settled: bool
 ) -> Started | None:
     events = engine.store.read(execution_id, limit=1)
     if not events:
         return None
     recorded = events[0].data
+    if settled:
+        return Started(execution_id, recorded["flow"], False)
     if recorded["flow"] != flow.id:
         raise ExecutionConflictError(execution_id, f"flow ({recorded['flow']})")
     if codec.canonical(codec.decode(recorded.get("input"))) != codec.canonical(dict(given)):
@@ -109,6 +129,7 @@ def _facts(
     given: Mapping[str, Any],
     options: Options,
     execution_id: str,
+    scheduled_at: datetime | None,
 ) -> tuple[dict[str, Any], NewExecution]:
     limit = engine.settings().MAX_PAYLOAD_BYTES
     attributes = _attributes(options.attributes, limit)
@@ -119,6 +140,7 @@ def _facts(
         "attributes": json.loads(attributes) if options.attributes else None,
         "priority": options.priority or None,
         "deadline": deadline,
+        "scheduled_at": None if scheduled_at is None else to_micros(scheduled_at),
     }
     fields = {
         "flow": flow.id,
@@ -135,6 +157,7 @@ def _facts(
         subject_type=subject[0] if subject else "",
         subject_id=subject[1] if subject else "",
         attributes=attributes,
+        scheduled_at=scheduled_at,
     )
     return fields, new
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from django.contrib.auth import get_user_model
@@ -35,18 +37,7 @@ class ActCommand(BaseCommand):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("execution_id", metavar="ID", help="The execution's id.")
         self.add_act_arguments(parser)
-        parser.add_argument(
-            "--reason", required=True, help="Why; recorded with your name for whoever reads the log later."
-        )
-        parser.add_argument(
-            "--user",
-            metavar="NAME",
-            help="Act as this user, with this user's permissions. Without it whoever is at the shell acts.",
-        )
-        parser.add_argument(
-            "--dry-run", action="store_true", help="Say what would be appended; change nothing."
-        )
-        add_format(parser)
+        add_act_options(parser)
 
     def add_act_arguments(self, parser: argparse.ArgumentParser) -> None:
         """What this act asks beside a reason."""
@@ -57,16 +48,8 @@ class ActCommand(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         operator = operator_named(options["user"])
-        try:
+        with act_errors():
             done = self.perform(operator, **options)
-        except MISUSE as exc:
-            raise CommandError(str(exc), returncode=2) from exc
-        except LoomError as exc:
-            raise CommandError(str(exc), returncode=1) from exc
-        except AppendRefused as exc:
-            raise CommandError(
-                "others kept writing to this log; nothing was appended. Try again.", returncode=1
-            ) from exc
         self._print(done, operator, options)
 
     def _print(self, done: Done, operator: Operator, options: dict[str, Any]) -> None:
@@ -88,6 +71,37 @@ class ActCommand(BaseCommand):
             self.stdout.write("a worker takes it up")
 
     nothing_appended: ClassVar[str] = "there was nothing to do; nothing was appended"
+
+
+def add_act_options(
+    parser: argparse.ArgumentParser, *, rehearsal: str = "Say what would be appended; change nothing."
+) -> None:
+    """Add what every act asks."""
+    parser.add_argument(
+        "--reason", required=True, help="Why; recorded with your name for whoever reads the log later."
+    )
+    parser.add_argument(
+        "--user",
+        metavar="NAME",
+        help="Act as this user, with this user's permissions. Without it whoever is at the shell acts.",
+    )
+    parser.add_argument("--dry-run", action="store_true", help=rehearsal)
+    add_format(parser)
+
+
+@contextmanager
+def act_errors() -> Iterator[None]:
+    """Turn what an act raises into a message and an exit code."""
+    try:
+        yield
+    except MISUSE as exc:
+        raise CommandError(str(exc), returncode=2) from exc
+    except LoomError as exc:
+        raise CommandError(str(exc), returncode=1) from exc
+    except AppendRefused as exc:
+        raise CommandError(
+            "others kept writing to this log; nothing was appended. Try again.", returncode=1
+        ) from exc
 
 
 def _described(done: Done, operator: Operator, *, dry_run: bool) -> dict[str, Any]:

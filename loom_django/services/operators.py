@@ -78,6 +78,8 @@ class Act(enum.StrEnum):
     CANCEL_EXECUTION = "cancel_execution"
     RETRY_ERROR = "retry_error"
     RECOVER_EXECUTION = "recover_execution"
+    PAUSE_SCHEDULE = "pause_schedule"
+    TRIGGER_SCHEDULE = "trigger_schedule"
 
     @property
     def permission(self) -> str:
@@ -460,6 +462,15 @@ def _perform(
 
 def _admit(loom: Host, operator: Operator, act: Act, execution_id: str, reason: str) -> None:
     require(loom, operator, act, execution_id)
+    check_reason(reason)
+
+
+def check_reason(reason: str) -> None:
+    """Refuse an act without a reason, or with a book for one.
+
+    Raises:
+        InvalidInputError: so it is.
+    """
     if not reason.strip():
         raise InvalidInputError("an act needs a reason: say why, for whoever reads the log later")
     if len(reason) > MAX_REASON:

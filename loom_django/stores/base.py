@@ -3,8 +3,8 @@
 One :class:`Commit` is everything that must land together: events, the projection, timer rows, the lease or
 the ready mark, messages taken. A store lands all of it or nothing.
 
-Lock order, everywhere: **fence rows, events, execution rows, timer rows, message rows**; several rows of a
-kind in order of execution id. A claim starts at the execution row (SKIP LOCKED), commits, and takes its
+Lock order, everywhere: **schedule rows, fence rows, events, execution rows, timer rows, message rows**; several
+rows of a kind in order of execution id. A claim starts at the execution row (SKIP LOCKED), commits, and takes its
 fences in a second statement. A transactional tool's append takes the fence after the tool's own work.
 
 The fence row orders all who must not act on an old look: an append that answers, parks or ends, the acquires,
@@ -472,7 +472,55 @@ class NodeStore(Protocol):
         """True if any loop has said so within that many seconds, by the store's clock."""
 
 
-class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, Protocol):
+@dataclass(frozen=True, slots=True)
+class ScheduleRow:
+    """What has been decided of a schedule, and what a person last did to it.
+
+    Everything up to ``decided_until`` is decided: started or skipped. ``revision`` counts the changes of the row.
+    ``flow_id``, ``cron`` and ``time_zone`` tell how it was declared last, for whoever does not have the code.
+    ``skipped_at`` and ``skipped_why`` are of the newest occurrence that was skipped.
+    """
+
+    id: str
+    flow_id: str
+    cron: str
+    time_zone: str
+    decided_until: datetime
+    revision: int = 0
+    paused_at: datetime | None = None
+    last_execution_id: str = ""
+    skipped_at: datetime | None = None
+    skipped_why: str = ""
+    last_act: str = ""
+    acted_at: datetime | None = None
+    acted_by: str = ""
+    act_reason: str = ""
+
+
+class ScheduleStore(Protocol):
+    """What has been decided of each schedule."""
+
+    def schedule_row(self, schedule_id: str) -> ScheduleRow | None:
+        """The row as it is now; None for a schedule that was never seen."""
+
+    def schedule_rows(self) -> list[ScheduleRow]:
+        """All rows, in order of their ids."""
+
+    def add_schedule(self, row: ScheduleRow) -> bool:
+        """Insert a row; False if there is one of that id, which stays as it is."""
+
+    def move_schedule(self, seen: ScheduleRow, row: ScheduleRow) -> bool:
+        """Write a row over the one that was ``seen``; False, and nothing written, if that has moved since.
+
+        The revision goes up by 1, whatever ``row`` says of it. In a transaction the row stays the caller's until
+        its end: a rival waits, and then finds that it has moved.
+        """
+
+    def chain_runs(self, execution_id: str) -> bool:
+        """True while an execution, or one that continues it, has not ended."""
+
+
+class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, ScheduleStore, Protocol):
     """All of it over one database, with the seams of that database's transactions."""
 
     def now(self) -> datetime:

@@ -32,6 +32,7 @@ from loom_django.stores.base import (
     Message,
     NewExecution,
     Ownership,
+    ScheduleRow,
     SequenceOccupied,
     Stale,
     TimerRow,
@@ -79,6 +80,7 @@ class _Tables:
     timers: defaultdict[str, dict[datetime, TimerRow]] = field(default_factory=lambda: defaultdict(dict))
     inboxes: defaultdict[str, dict[str, Message]] = field(default_factory=lambda: defaultdict(dict))
     taken: set[int] = field(default_factory=set)
+    schedules: dict[str, ScheduleRow] = field(default_factory=dict)
 
     def copy(self) -> _Tables:
         return _Tables(
@@ -88,6 +90,7 @@ class _Tables:
             defaultdict(dict, {key: dict(rows) for key, rows in self.timers.items()}),
             defaultdict(dict, {key: dict(inbox) for key, inbox in self.inboxes.items()}),
             set(self.taken),
+            dict(self.schedules),
         )
 
 
@@ -469,6 +472,36 @@ class MemoryStore:
         for message in self._tables.inboxes[execution_id].values():
             if message.number not in self._tables.taken:
                 yield message
+
+    # Schedules.
+
+    def schedule_row(self, schedule_id: str) -> ScheduleRow | None:
+        with self._lock:
+            return self._tables.schedules.get(schedule_id)
+
+    def schedule_rows(self) -> list[ScheduleRow]:
+        with self._lock:
+            return sorted(self._tables.schedules.values(), key=lambda row: row.id)
+
+    def add_schedule(self, row: ScheduleRow) -> bool:
+        with self._lock:
+            return self._tables.schedules.setdefault(row.id, row) is row
+
+    def move_schedule(self, seen: ScheduleRow, row: ScheduleRow) -> bool:
+        with self._lock:
+            there = self._tables.schedules.get(seen.id)
+            if there is None or there.revision != seen.revision:
+                return False
+            self._tables.schedules[seen.id] = replace(row, revision=seen.revision + 1)
+            return True
+
+    def chain_runs(self, execution_id: str) -> bool:
+        with self._lock:
+            return any(
+                row.projection.status not in TERMINAL_STATUSES
+                for key, row in self._tables.rows.items()
+                if execution_id in (key, row.new.chain)
+            )
 
     # The clock and the transaction.
 

@@ -29,6 +29,7 @@ from loom_django.stores.base import (
     Stale,
 )
 from loom_django.stores.postgresql_append import document, parts_of, text_of
+from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes, ready_filter
 from loom_django.stores.statements import (
     ANSWERS,
@@ -208,7 +209,9 @@ def sqlstate(error: BaseException) -> str | None:
 class PostgresStore(SqlStore):
     """The :class:`~loom_django.stores.base.Store` over PostgreSQL."""
 
-    statements: Mapping[str, Statement] = dialect([*SHARED.values(), *OWN.values()], WORDS)
+    statements: Mapping[str, Statement] = dialect(
+        [*SHARED.values(), *SCHEDULES.values(), *OWN.values()], WORDS
+    )
 
     # How a statement gets to the server.
 

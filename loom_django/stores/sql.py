@@ -40,6 +40,7 @@ from loom_django.stores.base import (
     WakesMoved,
 )
 from loom_django.stores.batches import Batches, Seat
+from loom_django.stores.schedules import ScheduleCalls
 from loom_django.stores.statements import SHARED, Statement
 
 try:
@@ -79,7 +80,7 @@ class Backoff:
         return True
 
 
-class SqlStore(ABC):
+class SqlStore(ScheduleCalls, ABC):
     """A :class:`~loom_django.stores.base.Store` over Django's connection of one alias."""
 
     statements: Mapping[str, Statement] = SHARED

@@ -21,6 +21,7 @@ from loom_django import compat
 from loom_django.errors import StoreUnavailableError
 from loom_django.kernel.state import Status
 from loom_django.stores.base import Commit, Due, Known
+from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import (
     Backoff,
     Row,
@@ -231,7 +232,9 @@ def _prepare(statement: Statement) -> _Prepared:
 class SqliteStore(SqlStore):
     """The :class:`~loom_django.stores.base.Store` over SQLite."""
 
-    statements: Mapping[str, Statement] = dialect([*SHARED.values(), *OWN.values()], WORDS)
+    statements: Mapping[str, Statement] = dialect(
+        [*SHARED.values(), *SCHEDULES.values(), *OWN.values()], WORDS
+    )
     _prepared: Mapping[str, _Prepared] = {name: _prepare(one) for name, one in statements.items()}
 
     def __init__(self, alias: str = "default", *, give_up: float = 30.0) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         EventStoreConformance,
         InboxStoreConformance,
         LeaseStoreConformance,
+        ScheduleStoreConformance,
         TimerStoreConformance,
     )
     from loom_django.testing.crashes import SweepReport, SweptPoint, crash_sweep
@@ -30,6 +31,7 @@ __all__ = [
     "InboxStoreConformance",
     "LeaseStoreConformance",
     "NonDeterminismError",
+    "ScheduleStoreConformance",
     "SweepReport",
     "SweptPoint",
     "TimerStoreConformance",
@@ -46,6 +48,7 @@ _PLACES: Final = {
         "EventStoreConformance",
         "InboxStoreConformance",
         "LeaseStoreConformance",
+        "ScheduleStoreConformance",
         "TimerStoreConformance",
     ],
     "crashes": ["SweepReport", "SweptPoint", "crash_sweep"],

@@ -40,6 +40,7 @@ from loom_django.stores.base import (
     Message,
     NewExecution,
     Ownership,
+    ScheduleRow,
     SequenceOccupied,
     Store,
     TimerRow,
@@ -1479,3 +1480,116 @@ class InboxStoreConformance(StoreConformance):
         assert self.bodies(log) == []
         assert self.store.wakes(log.id) == 0
         assert self.store.timers(log.id) == []
+
+
+class ScheduleStoreConformance(StoreConformance):
+    """What has been decided of each schedule."""
+
+    def row(self, **fields: Any) -> ScheduleRow:
+        """A row of a schedule that no other test has."""
+        self._logs += 1
+        told: dict[str, Any] = {
+            "id": f"{self.flow_id}-{self._logs}",
+            "flow_id": self.flow_id,
+            "cron": "30 3 * * *",
+            "time_zone": "Europe/Berlin",
+            "decided_until": datetime(2026, 6, 1, 1, 30, 0, 123456, tzinfo=UTC),
+        }
+        return ScheduleRow(**told | fields)
+
+    def added(self, **fields: Any) -> ScheduleRow:
+        row = self.row(**fields)
+        assert self.store.add_schedule(row) is True
+        return row
+
+    def test_a_row_comes_back_as_it_was_written(self) -> None:
+        """Every column, to the microsecond."""
+        moment = datetime(2026, 6, 2, 3, 4, 5, 678901, tzinfo=UTC)
+        row = self.added(
+            paused_at=moment,
+            last_execution_id="nightly@1",
+            skipped_at=moment + timedelta(microseconds=1),
+            skipped_why="missed",
+            last_act="pause",
+            acted_at=moment + timedelta(microseconds=2),
+            acted_by="anna",
+            act_reason="a freeze, “until Monday”\nof all",
+        )
+        assert self.store.schedule_row(row.id) == row
+        assert self.store.schedule_row(f"{row.id}-other") is None
+        other = self.added()
+        mine = [found for found in self.store.schedule_rows() if found.flow_id == self.flow_id]
+        assert mine == sorted([row, other], key=lambda found: found.id)
+
+    def test_a_schedule_begins_once(self) -> None:
+        """Whoever comes second finds the row, and changes nothing of it."""
+        row = self.added()
+        assert self.store.add_schedule(replace(row, cron="* * * * *")) is False
+        assert self.store.schedule_row(row.id) == row
+
+    def test_a_row_moves_by_compare_and_set(self) -> None:
+        """Only over the row that was seen; its revision goes up by one."""
+        row = self.added()
+        later = row.decided_until + timedelta(days=1)
+        assert self.store.move_schedule(row, replace(row, decided_until=later, paused_at=later)) is True
+        moved = replace(row, decided_until=later, paused_at=later, revision=1)
+        assert self.store.schedule_row(row.id) == moved
+        assert self.store.move_schedule(row, replace(row, decided_until=row.decided_until)) is False
+        assert self.store.schedule_row(row.id) == moved
+        assert self.store.move_schedule(moved, replace(moved, paused_at=None)) is True
+        assert self.store.schedule_row(row.id) == replace(moved, paused_at=None, revision=2)
+
+    def test_a_row_that_is_not_there_does_not_move(self) -> None:
+        """Nor does it appear."""
+        row = self.row()
+        assert self.store.move_schedule(row, row) is False
+        assert self.store.schedule_row(row.id) is None
+
+    def test_eight_nodes_that_saw_the_same(self) -> None:
+        """One of them moves the row; the others learn that it has moved."""
+        row = self.added()
+        later = row.decided_until + timedelta(days=1)
+        moved = self.in_threads(
+            8, lambda n: self.store.move_schedule(row, replace(row, decided_until=later, last_act=str(n)))
+        )
+        assert sorted(moved) == [False] * 7 + [True]
+        there = self.store.schedule_row(row.id)
+        assert there is not None
+        assert (there.revision, there.last_act) == (1, str(moved.index(True)))
+
+    def test_eight_nodes_that_see_it_first(self) -> None:
+        """One row."""
+        row = self.row()
+        added = self.in_threads(8, lambda n: self.store.add_schedule(replace(row, last_act=str(n))))
+        assert sorted(added) == [False] * 7 + [True]
+
+    def test_a_move_lands_with_its_start_or_not(self) -> None:
+        """In one transaction: undone, neither the mark nor the execution is there."""
+        row, log = self.added(), self.log()
+        later = replace(row, decided_until=row.decided_until + timedelta(days=1))
+        with suppress(_Stop), self.store.transaction():
+            assert self.store.move_schedule(row, later) is True
+            self.store.append(log.start())
+            raise _Stop
+        assert self.store.schedule_row(row.id) == row
+        assert self.store.status(log.id) is None
+
+    def test_what_still_runs_is_told_from_what_has_ended(self) -> None:
+        """Parked counts as running; one that was never there, or is deleted, does not."""
+        log = self.parked()
+        assert self.store.chain_runs(log.id) is True
+        self.store.append(log.answer(READY, timers_off=()))
+        assert self.store.chain_runs(log.id) is True
+        self.store.append(log.end())
+        assert self.store.chain_runs(log.id) is False
+        self.store.delete_execution(log.id)
+        assert self.store.chain_runs(log.id) is False
+
+    def test_a_continued_execution_runs_while_its_successor_does(self) -> None:
+        """The chain goes by the id of its first member."""
+        first, second = self.running(), self.log()
+        self.store.append(second.start(READY, chain=first.id))
+        self.store.append(first.end())
+        assert self.store.chain_runs(first.id) is True
+        self.store.append(second.end())
+        assert self.store.chain_runs(first.id) is False

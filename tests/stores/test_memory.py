@@ -9,6 +9,7 @@ from loom_django.testing import (
     EventStoreConformance,
     InboxStoreConformance,
     LeaseStoreConformance,
+    ScheduleStoreConformance,
     TimerStoreConformance,
 )
 
@@ -33,4 +34,8 @@ class TestLeases(InMemory, LeaseStoreConformance):
 
 
 class TestInbox(InMemory, InboxStoreConformance):
+    pass
+
+
+class TestSchedules(InMemory, ScheduleStoreConformance):
     pass

@@ -1,4 +1,4 @@
-"""The timer loop: wakes what is due."""
+"""The timer loop: wakes what is due, and starts what schedules say."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from loom_django import conf
 from loom_django.management.options import beat, log_to_console, positive_float, positive_int
 from loom_django.runtime import loom
 from loom_django.services.dispatch import InlineDispatcher
-from loom_django.services.loop import Loop, stop_on_signals
+from loom_django.services.loop import Loop, Service, stop_on_signals
 from loom_django.services.recovery import ReadyService
+from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import BATCH, TimerService
 
 
 class Command(BaseCommand):
     help = (
         "Wakes executions whose timers are due: sleeps, timeouts, retries, messages left over, deadlines. "
-        "Any number of copies may run. With the inline dispatcher it runs their bodies too."
+        "Starts the flows of schedules at their times. Any number of copies may run. With the inline dispatcher "
+        "it runs their bodies too."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--once", action="store_true", help="Serve what is due now, then end.")
+        parser.add_argument("--no-schedules", action="store_true", help="Leave schedules to others.")
         parser.add_argument(
             "--interval", type=positive_float, help="Seconds between polls (default: LOOM['POLL_INTERVAL'])."
         )
@@ -35,9 +38,13 @@ class Command(BaseCommand):
         log_to_console(self, options["verbosity"])
         engine = loom.engine
         service = TimerService(engine, lambda: loom.dispatcher, limit=options["limit"])
-        inline = isinstance(loom.dispatcher, InlineDispatcher)
+        services: list[Service] = [beat("timers"), service]
+        if not options["no_schedules"]:
+            services.append(ScheduleService(engine, lambda: loom.dispatcher))
+        if isinstance(loom.dispatcher, InlineDispatcher):
+            services.append(ReadyService(loom))
         loop = Loop(
-            [beat("timers"), service, *([ReadyService(loom)] if inline else [])],
+            services,
             interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
             after_turn=engine.store.close_old_connections,
             draw=engine.draw,

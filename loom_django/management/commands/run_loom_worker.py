@@ -1,4 +1,4 @@
-"""The worker: runs bodies, and carries timers and recovery."""
+"""The worker: runs bodies, and carries timers, schedules and recovery."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.leases import LeaseKeeper
 from loom_django.services.loop import Loop, Service, stop_on_signals
 from loom_django.services.recovery import RecoveryService, hand_back
+from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import TimerService
 from loom_django.services.worker import WorkerService
 
@@ -25,8 +26,8 @@ GRACE = 25.0
 
 class Command(BaseCommand):
     help = (
-        "Runs flows that are ready, wakes those whose timers are due, and takes up what dead processes left "
-        "behind. Any number of copies may run."
+        "Runs flows that are ready, wakes those whose timers are due, starts those of schedules, and takes up "
+        "what dead processes left behind. Any number of copies may run."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -39,6 +40,7 @@ class Command(BaseCommand):
         parser.add_argument("--once", action="store_true", help="Run what is ready or due now, then end.")
         parser.add_argument("--max-executions", type=positive_int, help="End after claiming so many.")
         parser.add_argument("--no-timers", action="store_true", help="Leave timers to others.")
+        parser.add_argument("--no-schedules", action="store_true", help="Leave schedules to others.")
         parser.add_argument("--no-recovery", action="store_true", help="Leave recovery to others.")
         parser.add_argument(
             "--ready-file", type=Path, help="A file that says, as JSON, when the loop last made progress."
@@ -83,6 +85,8 @@ class Command(BaseCommand):
         services: list[Service] = []
         if not options["no_timers"]:
             services.append(TimerService(loom.engine, lambda: loom.dispatcher))
+        if not options["no_schedules"]:
+            services.append(ScheduleService(loom.engine, lambda: loom.dispatcher))
         if not options["no_recovery"]:
             services.append(RecoveryService(loom))
         return services

@@ -1,0 +1,3 @@
+from tests.engine.conftest import world
+
+__all__ = ["world"]
