@@ -4,6 +4,7 @@
 #   make serve    the example with its admin, until Ctrl-C
 #   make test     the whole suite, on SQLite and on PostgreSQL
 #   make test ARGS="tests/kernel -k codec"     a part of it
+#   make chaos SECONDS=600 SEED=7    workers killed and PostgreSQL restarted for so long, then all accounted for
 #   make check    what has to be clean before a change goes in, without the tests
 #
 # PYTHON=python3.13 chooses the interpreter, VENV=folder the environment, DJANGO="django~=6.0.0" the Django,
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo serve test check lint format types layers migrations-check docs wheel clean
+.PHONY: help demo serve test chaos check lint format types layers migrations-check docs wheel clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -65,6 +66,15 @@ test: $(VENV)/.has-test
 	LOOM_TEST_DATABASE=postgresql $(BIN)/python -m tests.postgres run -- $(PYTEST) -m "not once" $(ARGS) || { \
 	    second=$$?; [ -n "$(ARGS)" ] && [ $$second = 5 ] || code=$$second; }; \
 	exit $$code
+
+SECONDS ?= 600
+SEED ?= 1
+DATABASE ?= postgresql
+
+# Scaled to the time: 200 flows a minute.
+chaos: $(VENV)/.has-test
+	@$(BIN)/python -m tests.chaos chaos --database $(DATABASE) --seconds $(SECONDS) --seed $(SEED) \
+	    --flows $$(($(SECONDS) * 200 / 60))
 
 check: lint types layers migrations-check docs
 
