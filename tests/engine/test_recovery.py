@@ -393,8 +393,11 @@ def test_a_step_that_outlives_the_grace_time_is_handed_back(world: World, idempo
     assert [wait.on for wait in handle.waits] == (["EffectInDoubtResolved"] if idempotent is False else [])
 
 
-def between(world: World, call: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have something happen once, just before the store answers a call: a rival's append, say."""
+def between(world: World, call: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Have something happen once, just before the store answers a call: a rival's append, say.
+
+    The list is empty until it has happened.
+    """
     store = world.engine.store
     original = getattr(store, call)
     done: list[bool] = []
@@ -406,6 +409,7 @@ def between(world: World, call: str, act: Callable[[], None], monkeypatch: pytes
         return original(*args, **options)
 
     monkeypatch.setattr(store, call, wrapped)
+    return done
 
 
 @pytest.mark.parametrize("ends", ["parks in doubt", "completes"])
@@ -454,7 +458,7 @@ def test_what_the_owner_wrote_before_the_fence_stands(
 def test_giving_up_an_execution_fences_its_body_out_first(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another worker may claim what is handed back at once; the old body can park or record nothing any more."""
+    """Before anything is written of what became of it, the old body can park or record nothing any more."""
     inside, go_on = threading.Event(), threading.Event()
     calls: list[int] = []
 
@@ -475,18 +479,14 @@ def test_giving_up_an_execution_fences_its_body_out_first(
     worker.tick()
     assert inside.wait(20)
     assert worker.drain(0.01) is False
-    other = WorkerService(world.engine, concurrency=1)
 
-    def rival_claims() -> None:
-        other.tick()
+    def body_goes_on() -> None:
         go_on.set()
         assert worker.drain(20)
 
-    between(world, "claim", rival_claims, monkeypatch)
-    hand_back(world.loom, [handle.id])
-    with other._condition:
-        assert other._condition.wait_for(lambda: not other._held, 20)
-    assert other.drain(20)
+    happened = between(world, "append", body_goes_on, monkeypatch)
+    assert hand_back(world.loom, [handle.id]).recovered == 1
+    assert happened
     assert calls == [1]
     assert [wait.on for wait in handle.waits] == ["EffectInDoubtResolved"]
 
