@@ -8,8 +8,8 @@ rows of a kind in order of execution id. A claim starts at the execution row (SK
 fences in a second statement. A transactional tool's append takes the fence after the tool's own work.
 
 The fence row orders all who must not act on an old look: an append that answers, parks or ends, the acquires,
-:meth:`EventStore.append_if_unchanged` and :meth:`EventStore.delete_execution`. Each of them either sees what
-the other did, or is refused.
+a note about what has ended, :meth:`EventStore.append_if_unchanged` and :meth:`EventStore.delete_execution`.
+Each of them either sees what the other did, or is refused.
 
 Clock: every "now" below is the store's (:meth:`Store.now`): the database's, plus an offset that only the
 testing kit sets. All durations are seconds, all instants aware datetimes in UTC; facts inside payloads are
@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, Protocol
 
 from loom_django.kernel.events import ANSWERING, AUDIT, Event, Kind
 from loom_django.kernel.projection import Projection
-from loom_django.kernel.state import Status
+from loom_django.kernel.state import TERMINAL_STATUSES, Status
 
 # An append that met a serialization failure or a deadlock is sent again; nothing landed.
 APPEND_RETRIES: Final = 5
@@ -170,6 +170,11 @@ class Commit:
     def unguarded(self) -> bool:
         """True if the fence does not guard it: a start, or notes of others."""
         return self.new is not None or all(event.kind in AUDIT for event in self.events)
+
+    @property
+    def after_end(self) -> bool:
+        """True for notes about what has ended, which may be deleted meanwhile."""
+        return self.new is None and self.unguarded and self.projection.status in TERMINAL_STATUSES
 
     @property
     def parks(self) -> bool:

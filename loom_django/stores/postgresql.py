@@ -18,10 +18,11 @@ import psycopg
 from django.db import Error, transaction
 
 from loom_django import compat
-from loom_django.errors import OpenTransactionError, StoreUnavailableError
+from loom_django.errors import OpenTransactionError, StaleFenceError, StoreUnavailableError
 from loom_django.stores.base import (
     APPEND_RETRIES,
     Acquired,
+    AppendRefused,
     Commit,
     Known,
     RowLocked,
@@ -328,6 +329,32 @@ class PostgresStore(SqlStore):
     # Appends.
 
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        landed = iter(self._land_at_once([commit for commit in commits if not commit.after_end]))
+        return [self._land_note(commit) if commit.after_end else next(landed) for commit in commits]
+
+    def _land_note(self, commit: Commit) -> Exception | None:
+        """A note about what has ended meets its deletion at the fence row.
+
+        One statement would not see what it had waited for: it would leave an event and a row of what is gone.
+        """
+
+        def land() -> None:
+            with self._under_fence(commit.execution_id, None):
+                if (refused := self._land_under_fence(commit)) is not None:
+                    raise refused
+
+        try:
+            self._until_answered(land)
+        except (AppendRefused, StaleFenceError, StoreUnavailableError) as refused:
+            return refused
+        except Error as error:
+            return self._judge(commit, error)
+        return None
+
+    def _land_under_fence(self, commit: Commit) -> Exception | None:
+        return self._land_part([commit])[0]
+
+    def _land_at_once(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = []
         for start in range(0, len(commits), MOST_COMMITS):
             outcomes += self._land_part(commits[start : start + MOST_COMMITS])

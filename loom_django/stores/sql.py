@@ -11,10 +11,10 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from django.db import Error, connections, transaction
 
@@ -58,6 +58,11 @@ CLOCK_AGE: Final = 15.0
 CLOCK_STEP: Final = 0.05
 
 Row = Sequence[Any]
+_T = TypeVar("_T")
+
+
+class _Unchanged(Exception):
+    """Roll back what was begun: nothing is to change."""
 
 
 class Backoff:
@@ -229,18 +234,29 @@ class SqlStore(ScheduleCalls, ABC):
         return token
 
     def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
-        with self._under_fence(execution_id, "acquire_fence_if") as token:
+        found: Acquired | Stale = Stale(0)
+        with suppress(_Unchanged), self._under_fence(execution_id, "acquire_fence_if") as token:
+            found = Stale(token)
             head, answered = self._run("since_park", {"id": execution_id, "park": park_seq})[0]
             if token != fence or answered or head < park_seq:
-                return Stale(token)
-            return Acquired(self.acquire_fence(execution_id), head)
+                raise _Unchanged
+            found = Acquired(self.acquire_fence(execution_id), head)
+        return found
 
     def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
         _check(commit)
+        self._until_answered(lambda: self._append_under_fence(commit, fence))
+
+    def _until_answered(self, work: Callable[[], _T]) -> _T:
+        """Do a transaction of the store's own again for as long as nobody knows what came of it.
+
+        Raises:
+            StoreUnavailableError: the database stayed away.
+        """
         backoff = Backoff(self.give_up, self.sleep)
         while True:
             try:
-                return self._append_under_fence(commit, fence)
+                return work()
             except Error as error:
                 if compat.open_transaction(self.connection) or not self._may_resend(error):
                     raise
@@ -254,11 +270,15 @@ class SqlStore(ScheduleCalls, ABC):
             changed = Changed(commit.execution_id, commit.first_sequence)
             if token != fence:
                 raise changed
-            refused = self._land([replace(commit, fence=token)])[0]
+            refused = self._land_under_fence(replace(commit, fence=token))
             if isinstance(refused, AppendRefused):
                 raise changed from refused
             if refused is not None:
                 raise refused
+
+    def _land_under_fence(self, commit: Commit) -> Exception | None:
+        """Land a commit in the open transaction, which holds its fence row."""
+        return self._land([commit])[0]
 
     def _may_resend(self, error: Error) -> bool:
         """True if a transaction of the store's own that met this error is to be done again."""
@@ -268,15 +288,19 @@ class SqlStore(ScheduleCalls, ABC):
         return True
 
     @contextmanager
-    def _under_fence(self, execution_id: str, call: str) -> Iterator[int]:
-        """A transaction that holds an execution's fence row; gives the token.
+    def _under_fence(self, execution_id: str, call: str | None, *others: str) -> Iterator[int]:
+        """A transaction that holds an execution's fence row, and those of others; gives the token.
 
-        Each statement in it sees what is committed by then, so what the lock waited for is seen as well.
+        Each statement in it sees what is committed by then, so what the lock waited for is seen as well. Without
+        a ``call`` to be refused, a caller's transaction may read from one snapshot: a row that has changed since
+        is an error there.
         """
         joined = compat.open_transaction(self.connection)
         with self.transaction():
-            self._see_each_commit(call, joined=joined)
-            yield self._run("hold_fence", {"id": execution_id})[0][0]
+            if call is not None or not joined:
+                self._see_each_commit(call or "", joined=joined)
+            rows = {key: self._run("hold_fence", {"id": key})[0] for key in sorted({execution_id, *others})}
+            yield rows[execution_id][0]
 
     @abstractmethod
     def _see_each_commit(self, call: str, *, joined: bool) -> None:
@@ -287,18 +311,20 @@ class SqlStore(ScheduleCalls, ABC):
         """
 
     def delete_execution(self, execution_id: str) -> bool:
-        if not self._run("finished", {"id": execution_id}):
+        finished = self._run("finished", {"id": execution_id})
+        if not finished:
             return False
-        with self._under_fence(execution_id, "delete_execution"):
-            finished = self._run("finished", {"id": execution_id})
-            if not finished:
-                return False
-            ids = {"id": execution_id, "chain": finished[0][0]}
+        chain = finished[0][0]
+        with suppress(_Unchanged), self._under_fence(execution_id, "delete_execution", chain):
+            if not self._run("finished", {"id": execution_id}):
+                raise _Unchanged
+            ids = {"id": execution_id, "chain": chain}
             for name in (
                 "delete_events", "delete_row", "delete_timers", "delete_inbox", "delete_fence"
             ):  # fmt: skip
                 self._run(name, ids)
             return True
+        return False
 
     # The wakes that are owed.
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from tests import postgres
 
@@ -21,14 +21,19 @@ def connect(**options: Any) -> psycopg.Connection[Any]:
     return psycopg.connect(url, **options)
 
 
-def wait_until_blocked(count: int = 1) -> list[int]:
-    """Wait until so many backends of the test's database wait for a lock; return their process ids."""
+def wait_until_blocked(count: int = 1, *, by: int | None = None) -> list[int]:
+    """Wait until so many backends of the test's database wait for a lock; return their process ids.
+
+    ``by`` is the backend that is to be the one they wait for.
+    """
     deadline = time.monotonic() + 20
     with connect(autocommit=True) as looker:
         while time.monotonic() < deadline:
             rows = looker.execute(
                 "select pid from pg_stat_activity"
                 " where datname = current_database() and wait_event_type = 'Lock'"
+                " and (%(by)s::int is null or %(by)s = any(pg_blocking_pids(pid)))",
+                {"by": by},
             ).fetchall()
             if len(rows) >= count:
                 return [row[0] for row in rows]
@@ -74,6 +79,37 @@ class InThread:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+class InBlock:
+    """Work that is done in a transaction, in a thread of its own, and committed at the end of the block."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.pid = 0
+        self._work = work
+        self._done, self._go_on = threading.Event(), threading.Event()
+
+    def __enter__(self) -> InBlock:
+        self._thread = InThread(self._hold)
+        assert self._done.wait(30), "still waiting"
+        return self
+
+    def _hold(self) -> None:
+        try:
+            with transaction.atomic():
+                with connection.cursor() as cursor:
+                    # What looks again under a lock is refused in a block of one snapshot.
+                    cursor.execute("set transaction isolation level read committed")
+                self.pid = connection.connection.info.backend_pid
+                self._work()
+                self._done.set()
+                assert self._go_on.wait(30)
+        finally:
+            self._done.set()
+
+    def __exit__(self, *_: object) -> None:
+        self._go_on.set()
+        self._thread.join()
 
 
 @contextmanager
