@@ -25,7 +25,7 @@ from django.http import HttpRequest, HttpResponseBase
 from django.utils.connection import ConnectionDoesNotExist
 from django.utils.module_loading import import_string
 
-from loom_django import conf
+from loom_django import compat, conf
 from loom_django.definitions import Flow, Tool, registry
 from loom_django.errors import LoomError
 from loom_django.kernel import codec
@@ -132,13 +132,52 @@ def _check_time_zones() -> list[CheckMessage]:
     ]
 
 
+# The task backend.
+
+
+@checks.register(TAG)
+def check_task_backend(**kwargs: Any) -> list[CheckMessage]:
+    """E009."""
+    if _setting("DISPATCHER") != "tasks":
+        return []
+    framework = compat.django_tasks()
+    if framework is None:
+        return [
+            checks.Error(
+                'LOOM["DISPATCHER"] is "tasks", and this Django has no Tasks framework.',
+                hint='Install the backport, pip install "loom-django[tasks]", or use Django 6.0.',
+                id="loom.E009",
+            )
+        ]
+    alias, queue = _setting("TASKS_BACKEND"), _setting("TASKS_QUEUE")
+    try:
+        backend = framework.task_backends[alias]
+    except Exception as exc:  # making a backend imports its module
+        return [
+            checks.Error(
+                f'LOOM["TASKS_BACKEND"] = {alias!r} is no backend that can be used: {exc}.',
+                hint=f"The aliases in TASKS are {', '.join(framework.task_backends.settings)}.",
+                id="loom.E009",
+            )
+        ]
+    if not backend.queues or queue in backend.queues:
+        return []
+    return [
+        checks.Error(
+            f'LOOM["TASKS_QUEUE"] = {queue!r} is no queue of TASKS[{alias!r}].',
+            hint=f'Add it to TASKS[{alias!r}]["QUEUES"]; it has {", ".join(sorted(backend.queues))}.',
+            id="loom.E009",
+        )
+    ]
+
+
 # The database.
 
 
 @checks.register(TAG)
 def check_database(**kwargs: Any) -> list[CheckMessage]:
     """E004, E005, E006, W045."""
-    alias = _alias()
+    alias = _setting("DATABASE")
     if alias is None:
         return []  # said by E001 or E003
     try:
@@ -154,12 +193,13 @@ def check_database(**kwargs: Any) -> list[CheckMessage]:
     return [*_check_routers(alias), *_check_engine(alias, connection)]
 
 
-def _alias() -> str | None:
+def _setting(key: str) -> Any:
+    """The value of a key of LOOM, or its default; None if it cannot be used, which E001 or E003 says."""
     raw = getattr(settings, "LOOM", {})
     if not isinstance(raw, Mapping):
         return None
-    alias = raw.get("DATABASE", conf.LoomSettings().DATABASE)
-    return alias if conf.problem_of("DATABASE", alias) is None else None
+    value = raw.get(key, getattr(conf.LoomSettings(), key))
+    return value if conf.problem_of(key, value) is None else None
 
 
 def _check_routers(alias: str) -> list[CheckMessage]:
@@ -306,7 +346,7 @@ def _check_in_doubt_on(tool: Tool[..., Any]) -> Iterable[CheckMessage]:
 
 
 def _check_aliases(tool: Tool[..., Any]) -> Iterable[CheckMessage]:
-    alias = _alias()
+    alias = _setting("DATABASE")
     if not tool.transactional or alias is None:
         return
     for model in _models_named_in(tool.func):
@@ -400,13 +440,32 @@ def check_undeclared_tools(**kwargs: Any) -> list[CheckMessage]:
 @checks.register(TAG, deploy=True)
 def check_dispatcher(**kwargs: Any) -> list[CheckMessage]:
     """W040."""
-    raw = getattr(settings, "LOOM", {})
-    if not isinstance(raw, Mapping) or raw.get("DISPATCHER", conf.LoomSettings().DISPATCHER) != "inline":
+    if _setting("DISPATCHER") == "tasks" and not check_task_backend():
+        return _check_stand_in(_setting("TASKS_BACKEND"))
+    if _setting("DISPATCHER") != "inline":
         return []
     return [
         checks.Warning(
             'LOOM["DISPATCHER"] is "inline": flows run inside the request that starts or answers them.',
             hint='Set LOOM = {"DISPATCHER": "worker"} and run manage.py run_loom_worker.',
+            id="loom.W040",
+        )
+    ]
+
+
+def _check_stand_in(alias: str) -> list[CheckMessage]:
+    """Django's two backends for development: one runs a task inside the caller, the other one never."""
+    stand_in = compat.runs_no_task(compat.django_tasks().task_backends[alias])
+    if not stand_in:
+        return []
+    where = {
+        "immediate": "flows run inside the request that starts or answers them",
+        "dummy": "no flow runs",
+    }[stand_in]
+    return [
+        checks.Warning(
+            f'LOOM["TASKS_BACKEND"] = {alias!r} is Django\'s {stand_in} backend: {where}.',
+            hint=f"Give TASKS[{alias!r}] a backend that has workers, as django_tasks_db.DatabaseBackend.",
             id="loom.W040",
         )
     ]

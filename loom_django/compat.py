@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from django.db import Error, connections
@@ -108,3 +109,20 @@ def renew_connections() -> None:
             connection.health_check_done = False
         else:
             connection.close_if_unusable_or_obsolete()
+
+
+def django_tasks() -> Any:
+    """Django's Tasks framework: its own from Django 6.0 on, else the backport; None if there is neither."""
+    for name in ("django.tasks", "django_tasks"):
+        with suppress(ImportError):
+            return import_module(name)
+    return None
+
+
+def runs_no_task(backend: Any) -> str:
+    """Which of the framework's two stand-ins a task backend is, "immediate" or "dummy"; "" for a real one."""
+    for name in ("immediate", "dummy"):
+        module = import_module(f"{django_tasks().__name__}.backends.{name}")
+        if isinstance(backend, getattr(module, f"{name.title()}Backend")):
+            return name
+    return ""

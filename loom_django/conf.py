@@ -15,7 +15,7 @@ from django.core.signals import setting_changed
 from loom_django.errors import InvalidInputError
 from loom_django.kernel.durations import seconds
 
-Dispatcher = Literal["inline", "worker"]
+Dispatcher = Literal["inline", "worker", "tasks"]
 
 _DAY: Final = 86_400
 
@@ -26,6 +26,8 @@ class LoomSettings:
 
     DATABASE: str = "default"
     DISPATCHER: Dispatcher = "inline"
+    TASKS_BACKEND: str = "default"
+    TASKS_QUEUE: str = "default"
     MAX_PAYLOAD_BYTES: int = 1_048_576
     MAX_TRACEBACK_BYTES: int = 16_384
     LEASE_TTL: float = 60.0
@@ -57,7 +59,7 @@ POSITIVE_INTS: Final = frozenset(
     {"MAX_PAYLOAD_BYTES", "MAX_TRACEBACK_BYTES", "MAX_RECOVERIES", "CONCURRENCY"}
 )
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
-    "DISPATCHER": ("inline", "worker"),
+    "DISPATCHER": ("inline", "worker", "tasks"),
     "DURABILITY": ("boundary", "deferred"),
 }
 KEYS: Final = tuple(item.name for item in fields(LoomSettings) if item.name != "unknown")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
@@ -41,6 +41,7 @@ from loom_django.services import schedules
 from loom_django.services.dispatch import (
     Dispatcher,
     InlineDispatcher,
+    TasksDispatcher,
     Ticket,
     WorkerDispatcher,
     deliver_now,
@@ -219,6 +220,13 @@ def _in_event_loop() -> bool:
     return True
 
 
+_DISPATCHERS: Final[Mapping[str, Callable[[Engine], Dispatcher]]] = {
+    "inline": InlineDispatcher,
+    "worker": lambda engine: WorkerDispatcher(),
+    "tasks": TasksDispatcher,
+}
+
+
 class Loom:
     """Starts, answers, ends and reads executions.
 
@@ -257,8 +265,7 @@ class Loom:
     @property
     def dispatcher(self) -> Dispatcher:
         if self._dispatcher is None:
-            inline = conf.get_settings().DISPATCHER == "inline"
-            self._dispatcher = InlineDispatcher(self.engine) if inline else WorkerDispatcher()
+            self._dispatcher = _DISPATCHERS[conf.get_settings().DISPATCHER](self.engine)
         return self._dispatcher
 
     @dispatcher.setter

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.conf import settings
 from django.db import connection
 
+from loom_django import compat
 from tests import postgres
 
 
@@ -38,3 +40,20 @@ def child_env() -> Callable[..., dict[str, str]]:
         return found
 
     return env
+
+
+@pytest.fixture
+def use_tasks(settings: Any) -> Iterator[Callable[..., None]]:
+    """Set TASKS: a backend's class, by alias. The framework reads it once, so it is made to read it again."""
+    handler = compat.django_tasks().task_backends
+
+    def forget() -> None:
+        vars(handler).clear()
+        handler.__init__()
+
+    def use(**backends: str) -> None:
+        settings.TASKS = {alias: {"BACKEND": path} for alias, path in backends.items()}
+        forget()
+
+    yield use
+    forget()

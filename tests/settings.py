@@ -43,6 +43,7 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.sessions",
     "django.contrib.staticfiles",
+    "django_tasks_db",
     "loom_django",
     "tests.shop",
 ]
@@ -74,5 +75,6 @@ PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 ROOT_URLCONF = "tests.urls"
 SECRET_KEY = "tests only"
 STATIC_URL = "static/"
+TASKS = {"default": {"BACKEND": "django_tasks_db.DatabaseBackend"}}
 TIME_ZONE = "UTC"
 USE_TZ = True

@@ -13,14 +13,26 @@ from typing import IO, Any
 import pytest
 from django.contrib.auth.models import User
 from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from loom_django import FlowContext, RetryPolicy, StepContext, flow, register_type, schedule, scheduling, tool
+from loom_django import (
+    FlowContext,
+    RetryPolicy,
+    StepContext,
+    compat,
+    flow,
+    register_type,
+    schedule,
+    scheduling,
+    tool,
+)
 from loom_django.definitions import registry
 from loom_django.kernel import codec
+from loom_django.tasks import run_task
 from tests.shop.models import Ledger, Order
 
 pytestmark = pytest.mark.once
@@ -116,6 +128,43 @@ def test_e008_times_have_zones(settings):
     """A wake time without a zone is ambiguous twice a year."""
     settings.USE_TZ = False
     assert set(found()) == {"loom.E008"}
+
+
+TASKS = compat.django_tasks().__name__
+RECORDING = "tests.task_backends.recording.RecordingBackend"
+
+
+def test_e009_the_task_backend_is_there(settings, use_tasks):
+    """An alias that TASKS does not have, a class that cannot be imported, a queue that it does not serve."""
+    use_tasks(default=RECORDING, broken="shop.backends.Gone")
+    settings.LOOM = {"DISPATCHER": "tasks"}
+    assert found(deploy=True) == {}
+    settings.LOOM = {"DISPATCHER": "tasks", "TASKS_BACKEND": "celery"}
+    assert "default, broken" in str(found()["loom.E009"].hint)
+    settings.LOOM = {"DISPATCHER": "tasks", "TASKS_BACKEND": "broken"}
+    assert "shop.backends.Gone" in found()["loom.E009"].msg
+    settings.LOOM = {"DISPATCHER": "tasks", "TASKS_QUEUE": "flows"}
+    assert "QUEUES" in str(found()["loom.E009"].hint)
+    settings.LOOM = {"TASKS_BACKEND": "celery", "TASKS_QUEUE": "flows"}
+    assert found() == {}
+
+
+def test_e009_the_tasks_framework_is_there(settings, monkeypatch):
+    """Django 5.2 has none of its own; the hint names the extra. A start says the same."""
+    settings.LOOM = {"DISPATCHER": "tasks"}
+    monkeypatch.setattr(compat, "django_tasks", lambda: None)
+    assert "loom-django[tasks]" in str(found(deploy=True)["loom.E009"].hint)
+    with pytest.raises(ImproperlyConfigured, match=r"loom-django\[tasks\]"):
+        run_task()
+
+
+@pytest.mark.parametrize(("name", "says"), [("immediate", "inside the request"), ("dummy", "no flow runs")])
+def test_w040_the_frameworks_stand_ins_are_not_for_production(settings, use_tasks, name, says):
+    """One is the inline dispatcher by another name, and the other one is nobody."""
+    use_tasks(default=f"{TASKS}.backends.{name}.{name.title()}Backend")
+    settings.LOOM = {"DISPATCHER": "tasks"}
+    assert found() == {}
+    assert says in found(deploy=True)["loom.W040"].msg
 
 
 @pytest.mark.parametrize(

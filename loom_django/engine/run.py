@@ -113,6 +113,7 @@ def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | N
     if fold.status not in (Status.PENDING, Status.RUNNING):
         return None  # its former owner parked or ended it between the takeover and the fence
     about = {"execution_id": fold.execution_id, "flow_id": fold.flow_id}
+    delay = REFUSED_DELAY
     try:
         flow = flow_for(engine, fold)
         if not fold.unknown_kinds:
@@ -120,8 +121,18 @@ def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | N
         log.error("an execution is left alone: its log has unknown kinds %s", fold.unknown_kinds, extra=about)
     except FlowCodeMismatchError as exc:
         log.error("an execution is left alone: %s", exc, extra=about)
-    engine.store.release(fold.execution_id, token, delay=REFUSED_DELAY)
+        delay = refusal_delay(exc)
+    engine.store.release(fold.execution_id, token, delay=delay)
     return None
+
+
+def refusal_delay(refused: BaseException) -> float:
+    """How long an execution is left alone whose code was refused, in seconds.
+
+    One that only this process cannot serve is another one's at once.
+    """
+    elsewhere = isinstance(refused, FlowCodeMismatchError) and refused.kind in ("flow", "version")
+    return 0.0 if elsewhere else REFUSED_DELAY
 
 
 def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import datetime
+from typing import Final, Protocol
+
+from django.utils.module_loading import import_string
 
 from loom_django.engine import answers
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import Appended
 from loom_django.engine.run import Ended, run_execution
-from loom_django.stores.base import READY, Ownership
+from loom_django.errors import OpenTransactionError
+from loom_django.stores.base import READY, Lease, Ownership
 
 log = logging.getLogger("loom_django.dispatch")
 
@@ -51,7 +55,22 @@ class WorkerDispatcher:
 
 
 # What is to run after the body that runs here; a tool's own thread sees it too, with the rest of its context.
-_queued: ContextVar[deque[Any] | None] = ContextVar("loom_queued", default=None)
+_queued: ContextVar[deque[Callable[[], None]] | None] = ContextVar("loom_queued", default=None)
+
+
+def in_turn(run: Callable[[], None]) -> None:
+    """Run a body in this thread: now, or after the one that is running in it."""
+    queue = _queued.get()
+    if queue is not None:
+        queue.append(run)
+        return
+    queue = deque([run])
+    entered = _queued.set(queue)
+    try:
+        while queue:
+            queue.popleft()()
+    finally:
+        _queued.reset(entered)
 
 
 class InlineDispatcher:
@@ -66,28 +85,13 @@ class InlineDispatcher:
         self.stop: threading.Event | None = None  # set by a loop that is to end: bodies are handed back
 
     def ticket(self) -> Ticket:
-        if self.engine.store.in_transaction() or self._queue() is not None:
+        if self.engine.store.in_transaction() or _queued.get() is not None:
             return Ticket(READY)  # nobody runs it before the commit, or before the running body ends
         token = random_token()
         return Ticket(self.engine.held(token), token)
 
     def dispatch(self, execution_id: str, ticket: Ticket, journal: Journal | None) -> None:
-        queue = self._queue()
-        item = (execution_id, ticket.token, journal)
-        if queue is not None:
-            queue.append(item)
-            return
-        queue = deque([item])
-        entered = _queued.set(queue)
-        try:
-            while queue:
-                self._run(*queue.popleft())
-        finally:
-            _queued.reset(entered)
-
-    @staticmethod
-    def _queue() -> deque[Any] | None:
-        return _queued.get()
+        in_turn(lambda: self._run(execution_id, ticket.token, journal))
 
     def _run(self, execution_id: str, token: int | None, journal: Journal | None) -> None:
         if token is None:
@@ -102,6 +106,130 @@ class InlineDispatcher:
             ),
             execution_id,
         )
+
+
+# What makes the task; named and not imported, since it stands above this room.
+MAKE_TASK: Final = "loom_django.tasks.run_task"
+
+# An execution that nobody takes up is enqueued again after READY_GRACE, then each time after twice as long, in
+# seconds at most:
+REMIND_MAX: Final = 3600.0
+
+# Of so many executions that nobody has taken up since they were enqueued again, others are not enqueued again.
+REMINDED_MAX: Final = 1000
+
+
+@dataclass(slots=True)
+class _Reminder:
+    """When an execution may be enqueued again, by the store's clock in microseconds, and how often it was."""
+
+    due: int
+    count: int
+
+
+class TasksDispatcher:
+    """Leaves the execution ready and has a backend of Django's Tasks told of it; the task claims it.
+
+    The message only makes it quicker, for the row is what counts. A message that is lost, or that could not be
+    sent, is sent again by recovery; whoever comes second, or late, finds nothing to claim.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._reminders: dict[tuple[str, datetime], _Reminder] = {}
+
+    def ticket(self) -> Ticket:
+        return Ticket(READY)
+
+    def dispatch(self, execution_id: str, ticket: Ticket, journal: Journal | None) -> None:
+        self._enqueue(execution_id)
+
+    def remind(self, stale: Callable[[int], Sequence[Lease]], limit: int) -> int:
+        """Enqueue again what has been ready for long, ``limit`` at most; return how many.
+
+        A message may be lost, or wait in a queue that is long: nobody can tell. So the copies are bounded. How
+        often an execution was enqueued again is known to this process only; nothing is written.
+
+        Args:
+            stale: executions that have been ready for longer than ``READY_GRACE``, so many at most.
+        """
+        found = [(lease.execution_id, lease.until) for lease in stale(limit + len(self._reminders))]
+        # What is not found any more was taken up.
+        self._reminders = {key: self._reminders[key] for key in found if key in self._reminders}
+        sent = 0
+        for key in found:
+            if sent < limit and self._due(key):
+                if not self._enqueue(key[0]):
+                    break  # the next pass tries again; until then nobody waits for a backend that is away
+                self._note(key)
+                sent += 1
+        return sent
+
+    def _due(self, key: tuple[str, datetime]) -> bool:
+        reminder = self._reminders.get(key)
+        if reminder is None:
+            return len(self._reminders) < REMINDED_MAX
+        return reminder.due <= self.engine.now()
+
+    def _note(self, key: tuple[str, datetime]) -> None:
+        earlier = self._reminders.get(key)
+        count = earlier.count + 1 if earlier else 1
+        pause = min(REMIND_MAX, self.engine.settings().READY_GRACE * 2.0 ** min(count, 20))
+        self._reminders[key] = _Reminder(self.engine.now() + round(pause * 1_000_000), count)
+
+    def _enqueue(self, execution_id: str) -> bool:
+        try:
+            import_string(MAKE_TASK)().enqueue(execution_id=execution_id)
+        except Exception as exc:
+            log.warning(
+                "an execution could not be enqueued; it stays ready, and recovery enqueues it again: %s",
+                exc,
+                exc_info=exc,
+                extra={"execution_id": execution_id},
+            )
+            return False
+        return True
+
+    def run(self, execution_id: str) -> str:
+        """What the task does: claim the execution and run its body until it parks or ends.
+
+        Returns:
+            What became of it, in a word: a value of :class:`Ended`; ``"not-ready"`` if there was nothing to
+            claim; ``"broken-off"`` after an error of the engine's own, which was logged; ``"queued"`` if a body
+            is running in this thread and this one comes after it.
+
+        Raises:
+            OpenTransactionError: the task is run inside a transaction.
+            KeyboardInterrupt, SystemExit: this process is to end; the execution was handed back before.
+        """
+        if self.engine.store.in_transaction():
+            raise OpenTransactionError(
+                "a task that runs a flow",
+                "its steps must be durable one by one",
+                "Use a task backend that runs its tasks outside atomic().",
+            )
+        came_of_it: list[str] = []
+        in_turn(lambda: came_of_it.append(self._run(execution_id)))
+        return came_of_it[0] if came_of_it else "queued"
+
+    def _run(self, execution_id: str) -> str:
+        token = claim_one(self.engine, execution_id)
+        if token is None:
+            return "not-ready"
+        try:
+            ended = run_logged(
+                lambda: run_execution(
+                    self.engine,
+                    execution_id,
+                    token=token,
+                    fence=self.engine.store.acquire_fence(execution_id),
+                ),
+                execution_id,
+            )
+        except BaseException:
+            self._enqueue(execution_id)  # it was handed back to whoever goes on
+            raise
+        return "broken-off" if ended is None else ended.value
 
 
 def hand_on(engine: Engine, dispatcher: Dispatcher, appended: Appended, ticket: Ticket) -> None:

@@ -336,13 +336,13 @@ def recover_execution(
     if store.held(execution_id) is None:
         detail = "Nobody holds it, so there is nobody to take it from."
         raise ResumeRefusedError(execution_id, _why_idle(fold), detail)
-    runs = hand_over(loom).runs
-    host: recovery.Host = loom if runs == "here" else _LeavingReady(loom.engine)
+    over = hand_over(loom)
+    host = _Recovering(loom.engine, over.dispatcher)
     if not dry_run:
         log.info("an operator acts", extra={**_about(operator, act, execution_id), "reason": reason})
         # A body must not run inside the caller's transaction.
         store.on_commit(lambda: _recover_one(host, execution_id))
-    return Done(act, execution_id, (), runs)
+    return Done(act, execution_id, (), over.runs)
 
 
 def _recover_one(loom: recovery.Host, execution_id: str) -> None:
@@ -404,10 +404,11 @@ def _still_asks(fold: Fold, wait_id: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Who goes on with an execution after an act's commit."""
+    """Who goes on with an execution after an act's commit, and who is to be told of it."""
 
     ticket: Ticket
     runs: typing.Literal["here", "worker"]
+    dispatcher: Dispatcher
 
 
 def hand_over(loom: Host) -> HandOver:
@@ -416,18 +417,20 @@ def hand_over(loom: Host) -> HandOver:
     A worker or timer loop, if one was seen lately: the rest of a flow should not run inside an operator's
     request. Else this process, after the commit. Whoever shows the result says which.
     """
-    within = 2 * loom.engine.settings().LEASE_TTL
-    if isinstance(loom.dispatcher, InlineDispatcher) and not loom.engine.store.loop_seen(within=within):
-        return HandOver(loom.dispatcher.ticket(), "here")
-    return HandOver(Ticket(READY), "worker")
+    dispatcher = loom.dispatcher
+    if not isinstance(dispatcher, InlineDispatcher):
+        return HandOver(dispatcher.ticket(), "worker", dispatcher)
+    if loom.engine.store.loop_seen(within=2 * loom.engine.settings().LEASE_TTL):
+        return HandOver(Ticket(READY), "worker", WorkerDispatcher())
+    return HandOver(dispatcher.ticket(), "here", dispatcher)
 
 
 @dataclass(frozen=True, slots=True)
-class _LeavingReady:
-    """The runtime as a recovery pass sees it that runs no body itself."""
+class _Recovering:
+    """The runtime as a recovery pass sees it that hands on as an act does."""
 
     engine: Engine
-    dispatcher: Dispatcher = dataclasses.field(default_factory=WorkerDispatcher)
+    dispatcher: Dispatcher
 
 
 def _perform(
@@ -453,8 +456,8 @@ def _perform(
     done = Done(act, execution_id, events, over.runs if goes_on else "nobody", kept=appended.kept)
     if not dry_run:
         _announce(operator, act, execution_id, reason, done)
-        if goes_on and over.runs == "here":
-            _dispatch(loom, execution_id, over.ticket, appended)
+        if goes_on:
+            _dispatch(loom, over, execution_id, appended)
         if appended.kept:
             store.on_commit(lambda: deliver_now(loom.engine, loom.dispatcher, execution_id))
     return done
@@ -482,11 +485,10 @@ def _announce(operator: Operator, act: Act, execution_id: str, reason: str, done
     log.info("an operator acted", extra=about)
 
 
-def _dispatch(loom: Host, execution_id: str, ticket: Ticket, appended: Appended) -> None:
-    dispatcher = loom.dispatcher
+def _dispatch(loom: Host, over: HandOver, execution_id: str, appended: Appended) -> None:
     journal = appended.journal
     journal.engine = loom.engine  # the body must not run on an engine that watches one act
-    loom.engine.store.on_commit(lambda: dispatcher.dispatch(execution_id, ticket, journal))
+    loom.engine.store.on_commit(lambda: over.dispatcher.dispatch(execution_id, over.ticket, journal))
 
 
 class _Rehearsal:

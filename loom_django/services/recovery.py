@@ -20,12 +20,12 @@ from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_doubt
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
-from loom_django.engine.run import REFUSED_DELAY
-from loom_django.errors import FlowCodeMismatchError, InvalidInputError, OpenTransactionError
+from loom_django.engine.run import refusal_delay
+from loom_django.errors import InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.state import ON_POISONED, Status, Wait
-from loom_django.services.dispatch import Dispatcher, InlineDispatcher, Ticket
-from loom_django.stores.base import NOBODY, Lease, LeaseStore, Loaded
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, TasksDispatcher, Ticket
+from loom_django.stores.base import NOBODY, READY, Lease, LeaseStore, Loaded
 
 log = logging.getLogger("loom_django.recovery")
 
@@ -38,7 +38,8 @@ class Summary:
     """What a pass found and did.
 
     ``scanned`` rows were looked at, ``candidates`` of them abandoned, ``recovered`` handed on (or parked for
-    an operator), ``failed`` left as they are and named in ``failures`` as (execution id, why).
+    an operator), ``failed`` left as they are and named in ``failures`` as (execution id, why). ``enqueued``
+    were ready and taken by nobody, so that the task backend was told of them again.
     """
 
     scanned: int = 0
@@ -46,6 +47,7 @@ class Summary:
     recovered: int = 0
     failed: int = 0
     failures: tuple[tuple[str, str], ...] = ()
+    enqueued: int = 0
 
 
 class Host(Protocol):
@@ -93,8 +95,7 @@ def recover_abandoned(
         run.all(loom.engine.store.leases(limit=limit), is_abandoned, forced=True)
     else:
         run.all(leases.expired(limit=limit), is_abandoned, forced=False)
-        grace = loom.engine.settings().READY_GRACE
-        run.stale(leases.stale_ready(grace=grace, limit=limit, known=loom.engine.known()))
+        run.stale(leases, grace=loom.engine.settings().READY_GRACE, limit=limit)
     return run.summary()
 
 
@@ -104,12 +105,14 @@ class _Pass:
         self.counted = counted
         self.engine = loom.engine
         self.fenced = fenced
-        self.scanned = self.candidates = self.recovered = 0
+        self.scanned = self.candidates = self.recovered = self.enqueued = 0
         self.failures: list[tuple[str, str]] = []
 
     def summary(self) -> Summary:
         failures = tuple(self.failures)
-        return Summary(self.scanned, self.candidates, self.recovered, len(failures), failures)
+        return Summary(
+            self.scanned, self.candidates, self.recovered, len(failures), failures, enqueued=self.enqueued
+        )
 
     def all(
         self, found: Iterable[Lease], is_abandoned: Callable[[Lease], bool] | None, *, forced: bool
@@ -122,11 +125,19 @@ class _Pass:
                 self.candidates += 1
                 self._guarded(lease.execution_id, partial(self._lease, lease, forced))
 
-    def stale(self, found: Iterable[Lease]) -> None:
-        """What has been ready too long. A worker's queue is served by its workers; inline, nobody else comes."""
-        if not isinstance(self.loom.dispatcher, InlineDispatcher):
+    def stale(self, leases: LeaseStore, *, grace: float, limit: int) -> None:
+        """What has been ready too long.
+
+        A worker's queue is served by its workers; inline, nobody else comes; a task may have been lost.
+        """
+        dispatcher, known = self.loom.dispatcher, self.engine.known()
+        if isinstance(dispatcher, TasksDispatcher):
+            self.enqueued += dispatcher.remind(
+                lambda most: leases.stale_ready(grace=grace, limit=most, known=known), limit
+            )
+        if not isinstance(dispatcher, InlineDispatcher):
             return
-        for lease in found:
+        for lease in leases.stale_ready(grace=grace, limit=limit, known=known):
             self.scanned += 1
             self.candidates += 1
             self._guarded(lease.execution_id, partial(self._ready, lease.execution_id))
@@ -172,17 +183,12 @@ class _Pass:
             self._check_code(journal)
         except Exception as exc:
             if not store.is_connection_lost(exc):
-                store.release(execution_id, token, delay=self._delay(exc))
+                store.release(execution_id, token, delay=refusal_delay(exc))
             raise
         if self._parked(journal, loaded):
             return True
         self._hand_over(execution_id, token, journal)
         return True
-
-    def _delay(self, refused: Exception) -> float:
-        """An execution that only this node cannot serve is another node's at once."""
-        elsewhere = isinstance(refused, FlowCodeMismatchError) and refused.kind in ("flow", "version")
-        return 0.0 if elsewhere else REFUSED_DELAY
 
     def _check_code(self, journal: Journal) -> None:
         fold = journal.fold
@@ -213,11 +219,12 @@ class _Pass:
         return own if own is not None else self.engine.settings().MAX_RECOVERIES
 
     def _hand_over(self, execution_id: str, token: int, journal: Journal) -> None:
-        if not isinstance(self.loom.dispatcher, InlineDispatcher):
-            self.engine.store.release(execution_id, token)
-            return
-        # Through the dispatcher's queue: if a body is running in this thread, this one runs after it.
-        self.loom.dispatcher.dispatch(execution_id, Ticket(self.engine.held(token), token), journal)
+        dispatcher = self.loom.dispatcher
+        if isinstance(dispatcher, InlineDispatcher):
+            # Through the dispatcher's queue: if a body is running in this thread, this one runs after it.
+            dispatcher.dispatch(execution_id, Ticket(self.engine.held(token), token), journal)
+        elif self.engine.store.release(execution_id, token):
+            dispatcher.dispatch(execution_id, Ticket(READY), None)
 
 
 def progress(events: tuple[Event, ...]) -> int:
@@ -290,5 +297,5 @@ class ReadyService:
         """Run a few; True if any was run."""
         run = _Pass(self.loom, fenced=True)
         engine = self.loom.engine
-        run.stale(engine.store.stale_ready(grace=LEFT_READY, limit=self.limit, known=engine.known()))
+        run.stale(engine.store, grace=LEFT_READY, limit=self.limit)
         return run.recovered > 0

@@ -19,7 +19,8 @@ from loom_django.stores.base import Lease
 class Command(BaseCommand):
     help = (
         "Takes up executions whose process died: those whose lease has ended. What must not run twice is parked "
-        "for a verdict. Exit code 1 if one could not be recovered."
+        "for a verdict. With the tasks dispatcher it also enqueues again what nobody has taken up. Exit code 1 "
+        "if one could not be recovered."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,7 @@ class Command(BaseCommand):
         else:
             self.stdout.write(
                 f"scanned {summary.scanned}, candidates {summary.candidates}, "
-                f"recovered {summary.recovered}, failed {summary.failed}"
+                f"recovered {summary.recovered}, failed {summary.failed}, enqueued {summary.enqueued}"
             )
             for execution_id, why in summary.failures:
                 self.stdout.write(f"  {execution_id}: {why}")

@@ -10,9 +10,9 @@ from django.core.management.base import BaseCommand, CommandError
 from loom_django import conf
 from loom_django.management.options import beat, log_to_console, positive_float, positive_int
 from loom_django.runtime import loom
-from loom_django.services.dispatch import InlineDispatcher
+from loom_django.services.dispatch import InlineDispatcher, TasksDispatcher
 from loom_django.services.loop import Loop, Service, stop_on_signals
-from loom_django.services.recovery import ReadyService
+from loom_django.services.recovery import ReadyService, RecoveryService
 from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import BATCH, TimerService
 
@@ -21,7 +21,8 @@ class Command(BaseCommand):
     help = (
         "Wakes executions whose timers are due: sleeps, timeouts, retries, messages left over, deadlines. "
         "Starts the flows of schedules at their times. Any number of copies may run. With the inline dispatcher "
-        "it runs their bodies too."
+        "it runs their bodies too; with the tasks dispatcher it recovers what dead processes left, and enqueues "
+        "again what was lost."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -43,6 +44,8 @@ class Command(BaseCommand):
             services.append(ScheduleService(engine, lambda: loom.dispatcher))
         if isinstance(loom.dispatcher, InlineDispatcher):
             services.append(ReadyService(loom))
+        elif isinstance(loom.dispatcher, TasksDispatcher):
+            services.append(RecoveryService(loom))  # beside task workers nothing else of loom's need run
         loop = Loop(
             services,
             interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
