@@ -21,11 +21,15 @@ from django.db import connections, transaction
 from loom_django import LoomError, loom
 from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, TERMINAL_STATUSES
 from loom_django.models import Execution
-from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.dispatch import TasksDispatcher, WorkerDispatcher
 from loom_django.services.recovery import recover_abandoned
 from loom_django.services.timers import TimerService
+from loom_django.tasks import run_task
 from tests.crash.stage import PATIENCE, stage
 from tests.shop.models import Order
+
+# Runs the tasks that are enqueued in the database, then ends.
+TASK_WORKER = ("db_worker", "--batch", "--no-startup-delay", "--interval", "0")
 
 
 def start(flow: str, *ids: str, args: tuple[Any, ...] = ()) -> list[str]:
@@ -44,6 +48,12 @@ def command(*argv: str) -> str:
     finally:
         sys.stdout.write(out.getvalue())
     return out.getvalue()
+
+
+def enqueue(execution_id: str, copies: int) -> None:
+    """Send messages about an execution, as a broker that delivers twice would."""
+    for _ in range(copies):
+        run_task().enqueue(execution_id=execution_id)
 
 
 def resume(execution_id: str, event: str, payload: Any = None) -> str:
@@ -100,6 +110,8 @@ def _round(verdict: str, answer: bool) -> None:
         pass
     if isinstance(loom.dispatcher, WorkerDispatcher):
         call_command("run_loom_worker", "--once", "--no-timers", "--no-recovery", stdout=io.StringIO())
+    elif isinstance(loom.dispatcher, TasksDispatcher):
+        call_command(*TASK_WORKER, stdout=io.StringIO())
     if answer:
         for execution_id, *_ in _living():
             _answer(execution_id, verdict)
@@ -212,7 +224,7 @@ def start_in_a_fork(flow: str, first: str, second: str) -> int:
 ACTS: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (
-        start, start_until, command, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
+        start, start_until, command, enqueue, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
         recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, start_in_a_fork,
     )
 }  # fmt: skip

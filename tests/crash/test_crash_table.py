@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from loom_django.engine.steps import CARRY_LIMIT
+from tests.crash.acts import TASK_WORKER
 from tests.crash.kit import KILLED, Lab, kinds, rows_of
 
 TABLE = Path(__file__).parents[2] / "docs" / "explanation" / "crash_table.csv"
@@ -16,6 +17,11 @@ POINTS = ("before-start", "before-effect", "in-effect", "after-effect", "after-o
 KINDS = ("idempotent", "not-idempotent", "undeclared", "transactional")
 # A tool that takes this long has its outcome made durable at once, so that "after-outcome" is a point of its own.
 SLOW = CARRY_LIMIT + 0.005
+RUNS_ONE = {
+    "worker": ("run_loom_worker", "--once", "--no-recovery", "--max-executions", "1"),
+    "tasks": (*TASK_WORKER, "--max-tasks", "1"),
+}
+RUNS_ALL = {"worker": ("run_loom_worker", "--once"), "tasks": TASK_WORKER}
 SHORT_LEASE = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
 
 
@@ -38,7 +44,7 @@ def crash_every_cell(lab: Lab, loom: dict[str, Any], prefix: str) -> None:
                 child = lab.spawn("start", f"{prefix}-{kind}", id, args=[SLOW], loom=loom, points=points)
             else:
                 lab.run("start", f"{prefix}-{kind}", id, args=[SLOW], loom=loom)
-                argv = ("run_loom_worker", "--once", "--no-recovery", "--max-executions", "1")
+                argv = RUNS_ONE[loom["DISPATCHER"]]
                 child = lab.spawn("command", *argv, loom=loom, points=points)
             assert child.wait() == KILLED, child.log
 
@@ -46,8 +52,8 @@ def crash_every_cell(lab: Lab, loom: dict[str, Any], prefix: str) -> None:
 def recover(lab: Lab, loom: dict[str, Any], *, fresh: bool) -> None:
     """What a site runs after a crash, each in a process of its own."""
     lab.run("command", "loom_recover", "--limit", "100", loom=loom, fresh=fresh)
-    if loom["DISPATCHER"] == "worker":
-        lab.run("command", "run_loom_worker", "--once", loom=loom, fresh=fresh)
+    if loom["DISPATCHER"] in RUNS_ALL:
+        lab.run("command", *RUNS_ALL[loom["DISPATCHER"]], loom=loom, fresh=fresh)
 
 
 def seen(lab: Lab) -> list[dict[str, str]]:
@@ -72,7 +78,7 @@ def seen(lab: Lab) -> list[dict[str, str]]:
     return rows
 
 
-@pytest.mark.parametrize("dispatcher", ["inline", "worker"])
+@pytest.mark.parametrize("dispatcher", ["inline", "worker", "tasks"])
 @pytest.mark.parametrize("prefix", ["one", "async"])
 def test_the_published_table_is_what_happens(lab: Lab, dispatcher: str, prefix: str):
     """Each cell of the table in the docs: effects, log, keys and rows after a kill at that point and recovery."""

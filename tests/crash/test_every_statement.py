@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from loom_django.kernel.state import Status
+from tests.crash.acts import TASK_WORKER
 from tests.crash.kit import KILLED, Lab, check_history, rows_of, standing, state
 
 # No act here sends more statements; a bound for the loop, not a claim.
@@ -38,6 +39,10 @@ def started(flow: str) -> Prepare:
 
 def ready(flow: str) -> Prepare:
     return lambda lab, ids: lab.run("start", flow, *ids)
+
+
+def enqueued(flow: str) -> Prepare:
+    return lambda lab, ids: lab.run("start", flow, *ids, loom=TASKED)
 
 
 def in_doubt(lab: Lab, ids: list[str]) -> None:
@@ -67,6 +72,7 @@ WORKER = ("run_loom_worker", "--once", "--max-executions", "1", "--no-timers", "
 TIMERS = ("run_loom_timers", "--once", "--limit", "1")
 INLINE = {"DISPATCHER": "inline"}
 QUEUED = {"DISPATCHER": "worker"}
+TASKED = {"DISPATCHER": "tasks"}
 
 # What is prepared for all at once; what is done to each, and killed; and under which dispatcher.
 SCENES: dict[str, tuple[Prepare, str, Callable[[str], tuple[Any, ...]], dict[str, Any]]] = {
@@ -84,6 +90,10 @@ SCENES: dict[str, tuple[Prepare, str, Callable[[str], tuple[Any, ...]], dict[str
     "message-ready": (started("told"), "send", lambda id: (id, "note", "hello"), QUEUED),
     "cancel": (started("answered"), "cancel", lambda id: (id,), QUEUED),
     "recover-inline": (orphaned, "command", lambda id: ("loom_recover", "--limit", "1"), INLINE),
+    "start-tasks": (nothing, "start", lambda id: ("journey", id), TASKED),
+    "run-task": (enqueued("journey"), "command", lambda id: (*TASK_WORKER, "--max-tasks", "1"), TASKED),
+    "timer-tasks": (started("slept"), "command", lambda id: TIMERS, TASKED),
+    "recover-tasks": (orphaned, "command", lambda id: ("loom_recover", "--limit", "1"), TASKED),
     "recover-ready": (orphaned, "command", lambda id: ("loom_recover", "--limit", "1"), QUEUED),
 }
 
