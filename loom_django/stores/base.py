@@ -233,6 +233,19 @@ class Stale:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkFences:
+    """One batch of a walk over the executions that have parked.
+
+    ``position`` is the last one looked at, None if there was none; ``parked`` of them are unanswered, and
+    ``made`` of those had no fence row before.
+    """
+
+    position: str | None
+    parked: int
+    made: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """Who holds an execution, until when by the store's clock."""
 
@@ -333,6 +346,19 @@ class EventStore(Protocol):
 
         Raises:
             OpenTransactionError: in a caller's transaction whose snapshot is older than this call.
+        """
+
+    def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:
+        """See that unanswered parks have their fence rows: the next ``limit`` executions that ever parked.
+
+        By the log, not by the projection, in order of id, from behind ``after``. Tokens that are there stay.
+        For logs that other hands wrote: an append of a park makes the row by itself.
+        """
+
+    def walking_parks(self) -> AbstractContextManager[None]:
+        """Around a walk by :meth:`ensure_park_fences` over a big log: what makes it cheap, taken off after it.
+
+        Appends go on meanwhile. What a killed walk has left behind is used, or taken off.
         """
 
     def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:

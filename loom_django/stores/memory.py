@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from loom_django.errors import StaleFenceError
-from loom_django.kernel.events import Event, is_answering
+from loom_django.kernel.events import Event, Kind, is_answering
 from loom_django.kernel.projection import Projection
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.stores.base import (
@@ -32,6 +32,7 @@ from loom_django.stores.base import (
     Message,
     NewExecution,
     Ownership,
+    ParkFences,
     ScheduleRow,
     SequenceOccupied,
     Stale,
@@ -237,6 +238,20 @@ class MemoryStore:
             if token != fence or answered or len(log) < park_seq:
                 return Stale(token)
             return Acquired(self.acquire_fence(execution_id), len(log))
+
+    def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:
+        with self._lock:
+            logs, fences = self._tables.logs, self._tables.fences
+            ids = sorted(key for key, log in logs.items() if key > after and any(map(_is_park, log)))[:limit]
+            parked = [key for key in ids if _is_parked(logs[key])]
+            made = [key for key in parked if key not in fences]
+            fences.update(dict.fromkeys(made, _FenceRow()))
+            return ParkFences(ids[-1] if ids else None, len(parked), len(made))
+
+    @contextmanager
+    def walking_parks(self) -> Iterator[None]:
+        """Nothing to prepare."""
+        yield
 
     def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
         with self._lock:
@@ -594,6 +609,17 @@ def _own(row: _Row, ownership: Ownership, now: datetime) -> _Row:
             return replace(row, ready_at=None, owner=ownership.owner, token=ownership.token, until=until)
         case _:
             return replace(row, ready_at=None, owner="", token=None, until=None)
+
+
+def _is_park(event: Event) -> bool:
+    return event.kind == Kind.EXECUTION_SUSPENDED
+
+
+def _is_parked(log: Sequence[Event]) -> bool:
+    """True if nothing has answered the newest park."""
+    answering = (event for event in reversed(log) if is_answering(event.kind, event.is_kernel))
+    newest = next(answering, None)
+    return newest is not None and _is_park(newest)
 
 
 def _due_at(row: TimerRow) -> datetime:

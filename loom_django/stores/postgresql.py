@@ -8,8 +8,8 @@ an ``execute_wrapper``), they go through Django's cursor instead, and are seen.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, Final
@@ -19,6 +19,7 @@ from django.db import Error, transaction
 
 from loom_django import compat
 from loom_django.errors import OpenTransactionError, StaleFenceError, StoreUnavailableError
+from loom_django.kernel.events import Kind
 from loom_django.stores.base import (
     APPEND_RETRIES,
     Acquired,
@@ -61,6 +62,7 @@ WORDS: Final = {
     "text": "cast({0} as text)",
     "is": "is not distinct from",
     "known": "json_each_text(cast(%(known)s as json))",
+    "ids": "json_array_elements_text(cast(%(ids)s as json)) as ids(id)",
     "lock_free": "for no key update of {0} skip locked",
 }
 
@@ -166,6 +168,23 @@ OWN: Final = named(
         """,
     ),
 )
+
+
+# The walk over parks reads these alone, not the whole log; once it is over nobody would ask for them.
+PARKS_INDEX: Final = "loom_event_parks"
+_BUILD_PARKS_INDEX: Final = f"""
+    create index concurrently if not exists {PARKS_INDEX} on loom_event (execution_id)
+    where kind = '{Kind.EXECUTION_SUSPENDED}'
+"""
+_DROP_PARKS_INDEX: Final = f"drop index concurrently if exists {PARKS_INDEX}"
+# A killed client's server process builds on, so what is not valid yet may be on its way.
+_PARKS_INDEX_STATE: Final = f"""
+    select indisvalid, exists (
+        select from pg_stat_progress_create_index building where building.index_relid = i.indexrelid
+    )
+    from pg_index i where i.indexrelid = to_regclass('{PARKS_INDEX}')
+"""
+INDEX_POLL: Final = 1.0
 
 
 def acquire_if_script(execution_id: str, fence: int, park_seq: int, *, joined: bool) -> str:
@@ -292,6 +311,38 @@ class PostgresStore(SqlStore):
                     raise
             else:
                 return Acquired(*moved[0]) if moved else Stale(held[0][0] if held else 0)
+
+    @contextmanager
+    def walking_parks(self) -> Iterator[None]:
+        """With an index of the parks alone, which is dropped at the end, also where it was left by others."""
+        if compat.open_transaction(self.connection):
+            yield  # none can be built there; the walk looks at the whole log then
+            return
+        try:
+            self._have_parks_index()
+            yield
+        finally:
+            self._drop_parks_index()
+
+    def _have_parks_index(self) -> None:
+        while True:
+            states = self._execute(_PARKS_INDEX_STATE, prepare=False)
+            valid, building = states[0] if states else (False, False)
+            if valid:
+                return
+            if not building:
+                self._drop_parks_index()
+                self._execute(_BUILD_PARKS_INDEX, prepare=False)
+                return
+            self.sleep(INDEX_POLL)
+
+    def _drop_parks_index(self) -> None:
+        try:
+            self._execute(_DROP_PARKS_INDEX, prepare=False)
+        except Error as error:
+            if not self._may_resend(error):
+                raise
+            self._execute(_DROP_PARKS_INDEX, prepare=False)
 
     def _execute_script(self, script: str) -> list[list[Row]]:
         """Run statements as one simple query, which is one transaction, and return the rows of each.

@@ -20,7 +20,7 @@ from django.db import Error, connections, transaction
 
 from loom_django import compat
 from loom_django.errors import OpenTransactionError, StaleFenceError, StoreUnavailableError
-from loom_django.kernel.events import Event
+from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import Status
 from loom_django.stores.base import (
     ANY_FLOW,
@@ -34,6 +34,7 @@ from loom_django.stores.base import (
     Lease,
     Loaded,
     Message,
+    ParkFences,
     SequenceOccupied,
     Stale,
     TimerRow,
@@ -242,6 +243,17 @@ class SqlStore(ScheduleCalls, ABC):
                 raise _Unchanged
             found = Acquired(self.acquire_fence(execution_id), head)
         return found
+
+    def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:
+        rows = self._run("parked_after", {"after": after, "limit": limit})
+        parked = [execution_id for execution_id, newest in rows if newest == Kind.EXECUTION_SUSPENDED]
+        made = self._run("ensure_fences", {"ids": dumps(parked)}) if parked else []
+        return ParkFences(rows[-1][0] if rows else None, len(parked), len(made))
+
+    @contextmanager
+    def walking_parks(self) -> Iterator[None]:
+        """Nothing to prepare."""
+        yield
 
     def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
         _check(commit)

@@ -44,6 +44,7 @@ WORDS: Final = {
     "text": "{0}",
     "is": "is",
     "known": "json_each(%(known)s)",
+    "ids": "(select value as id from json_each(%(ids)s)) as ids",
     "lock_free": "",
 }
 # Parameters that are seconds from now; SQLite's own clock functions know milliseconds only.

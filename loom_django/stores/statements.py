@@ -2,8 +2,8 @@
 
 What the two say differently is written with a ``$``: ``$now`` is the store's clock, ``$later(x)`` is that
 plus the parameter x in seconds, ``$at(x)`` an instant handed in, ``$time(column)`` an instant handed out,
-``$text(column)`` JSON as text, ``$is`` equality that takes NULL for a value, and ``$lock_free(t)`` takes
-the rows read, but for those that others hold.
+``$text(column)`` JSON as text, ``$is`` equality that takes NULL for a value, ``$ids`` the rows (``id``)
+of a JSON list handed in, and ``$lock_free(t)`` takes the rows read, but for those that others hold.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from loom_django.kernel.events import ANSWERING, KERNEL_KINDS
+from loom_django.kernel.events import ANSWERING, KERNEL_KINDS, Kind
 from loom_django.kernel.state import TERMINAL_STATUSES
 
 
@@ -64,6 +64,12 @@ READY_HEAD: Final = """
         )
         from priorities p where p.priority is not null
     )
+"""
+
+# The next execution that has parked; as written here the predicate of a partial index is known to hold.
+_NEXT_PARKED: Final = f"""
+    select execution_id from loom_event where kind = '{Kind.EXECUTION_SUSPENDED}' and execution_id > {{after}}
+    order by execution_id limit 1
 """
 
 SHARED: Final = named(
@@ -121,6 +127,37 @@ SHARED: Final = named(
                 where execution_id = %(id)s and sequence > %(park)s and {ANSWERS}
             )
         """,
+    ),
+    Statement(
+        "parked_after",
+        "The next executions that have ever parked, each with the newest kind that has to do with its parks. "
+        "From one to the next by a probe: one execution may have parked a thousand times.",
+        f"""
+        with recursive parked(id, place) as (
+            select * from (
+                select execution_id, 1 from ({_NEXT_PARKED.format(after="%(after)s")}) first
+            ) head
+            union all
+            select ({_NEXT_PARKED.format(after="p.id")}), p.place + 1
+            from parked p where p.id is not null and p.place < %(limit)s
+        )
+        select p.id, (
+            select kind from loom_event where execution_id = p.id and {ANSWERS} order by sequence desc limit 1
+        )
+        from parked p where p.id is not null order by p.place
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "ensure_fences",
+        "The rows of parks that were written without one, in order of id; tokens stay.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        select id, 0, 0, 0, 0 from $ids where true order by id
+        on conflict (execution_id) do nothing
+        returning execution_id
+        """,
+        repeatable=True,
     ),
     Statement(
         "why",
@@ -352,5 +389,7 @@ def dialect(statements: Iterable[Statement], words: Mapping[str, str]) -> dict[s
     def say(match: re.Match[str]) -> str:
         return words[match[1]].format(pattern.sub(say, match[2] or ""))
 
-    pattern = re.compile(r"\$(now|later|at|time|text|is|lock_free|known)\b(?:\(((?:[^()]|\([^()]*\))*)\))?")
+    pattern = re.compile(
+        r"\$(now|later|at|time|text|is|lock_free|known|ids)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
+    )
     return {one.name: replace(one, sql=pattern.sub(say, " ".join(one.sql.split()))) for one in statements}

@@ -121,6 +121,10 @@ class StoreConformance:
         """Return the store to test; called once by each test, and again for a second process's view."""
         raise NotImplementedError
 
+    def lose_fence(self, execution_id: str) -> bool:
+        """Take an execution's fence row off behind the store's back; False, and a case less, if nobody can."""
+        return False
+
     def setUp(self) -> None:
         self.setup_method()
 
@@ -456,6 +460,61 @@ class EventStoreConformance(StoreConformance):
         assert (loaded.fence, loaded.wakes) == (1, 1)
         assert [event.sequence for event in loaded.events] == [1]
         assert self.store.load(log.id, after=1).events == ()
+
+    # Parks that other hands wrote.
+
+    def _ensured(self, after: str, limit: int) -> tuple[str | None, int, int]:
+        with self.store.walking_parks():
+            batch = self.store.ensure_park_fences(after=after, limit=limit)
+        return batch.position, batch.parked, batch.made
+
+    def test_a_park_has_its_fence_row(self) -> None:
+        """A walk over parks that the store wrote finds them, and nothing to make."""
+        log = self.parked()
+        assert self._ensured(self.flow_id, 1) == (log.id, 1, 0)
+
+    def test_a_park_that_lost_its_fence_row_gets_one(self) -> None:
+        """Made once; the token is 0, so nobody is fenced out by it."""
+        log = self.parked()
+        if not self.lose_fence(log.id):
+            return
+        assert self._ensured(self.flow_id, 1) == (log.id, 1, 1)
+        assert self._ensured(self.flow_id, 1) == (log.id, 1, 0)
+        assert self.store.fence(log.id) == 0
+        self.store.append(log.answer())
+
+    def test_a_walk_over_parks_leaves_tokens_alone(self) -> None:
+        """A row that is there is not written."""
+        log = self.parked()
+        self.store.acquire_fence(log.id)
+        assert self._ensured(self.flow_id, 1) == (log.id, 1, 0)
+        assert self.store.fence(log.id) == 1
+
+    def test_parks_are_walked_over_in_batches_by_id(self) -> None:
+        """Each batch begins behind the one before; what never parked is passed over."""
+        first, _, second, third = self.parked(), self.running(), self.parked(), self.parked()
+        assert self._ensured(self.flow_id, 2) == (second.id, 2, 0)
+        assert self._ensured(second.id, 1) == (third.id, 1, 0)
+        assert self._ensured(first.id, 1) == (second.id, 1, 0)
+        assert self._ensured(chr(0x10FFFF), 1) == (None, 0, 0)
+
+    def test_an_answered_park_needs_no_fence_row(self) -> None:
+        """Answered, ended, or answered by a kind of a newer release: looked at, and not counted."""
+        answered, ended, newer = self.parked(), self.parked(), self.parked()
+        self.store.append(answered.answer())
+        self.store.append(ended.end())
+        unknown = replace(newer.event(Kind.EXECUTION_RESUMED), kind="EXECUTION_REWOUND", is_kernel=True)
+        self.store.append(Commit(newer.id, (unknown,), project(newer.fold), ownership=READY))
+        assert self._ensured(self.flow_id, 3) == (newer.id, 0, 0)
+
+    def test_what_follows_a_park_without_answering_it_leaves_it_parked(self) -> None:
+        """Notes of others do; a second park counts as the first did, and once."""
+        log = self.parked()
+        self.store.append(log.commit(Kind.EXECUTION_DENIED))
+        assert self._ensured(self.flow_id, 1) == (log.id, 1, 0)
+        self.store.append(log.answer(held_by()))
+        self.store.append(log.park())
+        assert self._ensured(self.flow_id, 1) == (log.id, 1, 0)
 
     # Wakes.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from loom_django.stores.memory import MemoryStore
@@ -17,8 +19,13 @@ pytestmark = pytest.mark.once
 
 
 class InMemory:
+    store: Any
+
     def make_store(self):
         return MemoryStore()
+
+    def lose_fence(self, execution_id):
+        return self.store._tables.fences.pop(execution_id, None) is not None
 
 
 class TestEvents(InMemory, EventStoreConformance):
