@@ -120,8 +120,9 @@ def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | N
             return flow
         log.error("an execution is left alone: its log has unknown kinds %s", fold.unknown_kinds, extra=about)
     except FlowCodeMismatchError as exc:
-        log.error("an execution is left alone: %s", exc, extra=about)
         delay = refusal_delay(exc)
+        level = logging.ERROR if delay else logging.INFO  # a node of another release is no error
+        log.log(level, "an execution is left alone: %s", exc, extra=about)
     engine.store.release(fold.execution_id, token, delay=delay)
     return None
 

@@ -329,11 +329,15 @@ def test_the_task_takes_the_fence(enqueued: list[str]):
     assert loom.store.fence(handle.id) == 1
 
 
-def test_an_execution_of_a_newer_release_is_left_to_it(gate: Any, enqueued: list[str]):
+def test_an_execution_of_a_newer_release_is_left_to_it(
+    gate: Any, enqueued: list[str], caplog: pytest.LogCaptureFixture
+):
     """During a deploy a message may reach a process that does not have the flow: it stays ready, and due."""
     handle = gate.start()
     definitions.registry.forget("tasks.gate")
-    assert work(handle.id) == "refused"
+    with caplog.at_level(logging.INFO, "loom_django.run"):
+        assert work(handle.id) == "refused"
+    assert [record.levelname for record in caplog.records if "left alone" in record.message] == ["INFO"]
     assert ready(handle.id)
     assert dispatch.claim_one(loom.engine, handle.id) is not None  # at once, not in ten minutes
 
