@@ -469,3 +469,23 @@ def _check_stand_in(alias: str) -> list[CheckMessage]:
             id="loom.W040",
         )
     ]
+
+
+@checks.register(TAG, deploy=True)
+def check_notices(**kwargs: Any) -> list[CheckMessage]:
+    """W042."""
+    alias, notices = _setting("DATABASE"), _setting("NOTIFY")
+    if alias not in settings.DATABASES or not notices:
+        return []
+    connection = connections[alias]
+    pooled = connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+    if connection.vendor != "postgresql" or not pooled:
+        return []
+    return [
+        checks.Warning(
+            f"The database {alias!r} has DISABLE_SERVER_SIDE_CURSORS, as behind a transaction pooler, and "
+            'LOOM["NOTIFY"] is on: notices do not come through such a pooler, and loops look only once a second.',
+            hint='Set "NOTIFY": False, so that they look four times a second, or give loom a direct connection.',
+            id="loom.W042",
+        )
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -63,6 +65,12 @@ def leave_transaction(connection: Any) -> bool:
 def in_testcase(connection: Any) -> bool:
     """True where the connection lives in a TestCase's transaction."""
     return any(_is_testcase(block) for block in connection.atomic_blocks)
+
+
+def in_test_run() -> bool:
+    """True while Django's test environment is set up, by its own runner or by pytest-django."""
+    utils = sys.modules.get("django.test.utils")
+    return utils is not None and hasattr(utils._TestState, "saved_data")
 
 
 def other_transaction(alias: str) -> str:
@@ -126,3 +134,16 @@ def runs_no_task(backend: Any) -> str:
         if isinstance(backend, getattr(module, f"{name.title()}Backend")):
             return name
     return ""
+
+
+@contextmanager
+def connection_apart(alias: str) -> Iterator[Any]:
+    """A connection that is nobody else's, in autocommit, never out of a pool; closed afterwards."""
+    connection: Any = connections[alias].copy()
+    connection.settings_dict["OPTIONS"].pop("pool", None)
+    connection.settings_dict["AUTOCOMMIT"] = True
+    try:
+        connection.ensure_connection()
+        yield connection
+    finally:
+        connection.close()

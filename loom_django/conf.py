@@ -5,19 +5,35 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from datetime import timedelta
 from typing import Any, Final, Literal
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 
-from loom_django.errors import InvalidInputError
+from loom_django.errors import InvalidInputError, shown
 from loom_django.kernel.durations import seconds
+from loom_django.kernel.keys import MAX_QUEUE_NAME
 
 Dispatcher = Literal["inline", "worker", "tasks"]
 
 _DAY: Final = 86_400
+
+DEFAULT_QUEUE: Final = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What ``LOOM["QUEUES"]`` says of one queue; None is no limit.
+
+    ``concurrency`` is for the whole cluster, ``worker_concurrency`` for each worker, ``rate`` is per second over
+    the cluster. A queue of higher ``priority`` is served first.
+    """
+
+    concurrency: int | None = None
+    worker_concurrency: int | None = None
+    rate: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +52,20 @@ class LoomSettings:
     MAX_RECOVERIES: int = 10
     READY_GRACE: float = 30.0
     MISFIRE_GRACE: float = 60.0
+    QUEUES: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {DEFAULT_QUEUE: {}})
     CONCURRENCY: int = 16
     IN_PROCESS_RETRY_LIMIT: float = 5.0
-    POLL_INTERVAL: float = 0.25
+    POLL_INTERVAL: float | None = None
+    NOTIFY: bool = True
     DURABILITY: Literal["boundary", "deferred"] = "boundary"
     REDACT: str | None = None
     unknown: tuple[str, ...] = field(default=())
+
+    @property
+    def queues(self) -> dict[str, Queue]:
+        """The declared queues; the default one is always among them."""
+        declared = {DEFAULT_QUEUE: {}, **self.QUEUES}
+        return {name: Queue(**about) for name, about in declared.items()}
 
 
 DURATIONS: Final = frozenset(
@@ -58,6 +82,10 @@ DURATIONS: Final = frozenset(
 POSITIVE_INTS: Final = frozenset(
     {"MAX_PAYLOAD_BYTES", "MAX_TRACEBACK_BYTES", "MAX_RECOVERIES", "CONCURRENCY"}
 )
+OPTIONAL: Final = frozenset({"POLL_INTERVAL", "REDACT"})
+QUEUE_KEYS: Final = tuple(item.name for item in fields(Queue))
+# Beyond it a limit is none; the time between two of them would be less than a database's clock tells.
+MAX_RATE: Final = 100_000
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "DISPATCHER": ("inline", "worker", "tasks"),
     "DURABILITY": ("boundary", "deferred"),
@@ -67,6 +95,8 @@ KEYS: Final = tuple(item.name for item in fields(LoomSettings) if item.name != "
 
 def problem_of(key: str, value: Any) -> str | None:
     """Say what is wrong with a key's value; None if nothing is. Unknown keys are the caller's affair."""
+    if key in OPTIONAL and value is None:
+        return None
     if key in DURATIONS:
         return _duration_problem(value)
     if key in POSITIVE_INTS:
@@ -75,8 +105,12 @@ def problem_of(key: str, value: Any) -> str | None:
     if key in CHOICES:
         choices = CHOICES[key]
         return None if value in choices else f"must be one of {', '.join(map(repr, choices))}, not {value!r}"
+    if key == "QUEUES":
+        return _queues_problem(value)
+    if key == "NOTIFY":
+        return None if isinstance(value, bool) else f"must be True or False, not {value!r}"
     if key == "REDACT":
-        return None if value is None or isinstance(value, str) else "must be a dotted path or None"
+        return None if isinstance(value, str) else "must be a dotted path or None"
     return None if isinstance(value, str) and value else f"must be a non-empty string, not {value!r}"
 
 
@@ -86,6 +120,36 @@ def _duration_problem(value: Any) -> str | None:
     except InvalidInputError:
         return f"must be seconds or a timedelta, not {value!r}"
     return None if length > 0 else f"must be above 0, not {value!r}"
+
+
+def _queues_problem(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return f"must be a dict of names to dicts, not {shown(value)}"
+    for name, about in value.items():
+        if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_QUEUE_NAME:
+            return f"has a queue {shown(name)}; a name is 1 to {MAX_QUEUE_NAME} printable characters"
+        if not isinstance(about, Mapping):
+            return f"must have a dict for the queue {name!r}, not {shown(about)}: {{}} if it has no limits"
+        for key, given in about.items():
+            if problem := _queue_problem(key, given):
+                return f"has {key!r} of the queue {name!r}, which {problem}"
+    return None
+
+
+def _queue_problem(key: Any, value: Any) -> str | None:
+    if key not in QUEUE_KEYS:
+        return f"is no key of a queue; they are {', '.join(QUEUE_KEYS)}"
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "priority":
+        fits = number and isinstance(value, int) and abs(value) < 2**31
+        return None if fits else f"must be an int of 32 bits, not {shown(value)}"
+    if value is None:
+        return None
+    if key == "rate":
+        fits = number and 0 < value <= MAX_RATE
+        return None if fits else f"must be a number per second above 0, or None, not {shown(value)}"
+    fits = number and isinstance(value, int) and value > 0
+    return None if fits else f"must be an int above 0, or None, not {shown(value)}"
 
 
 def suggestion(key: str) -> str:
@@ -109,7 +173,7 @@ def read(raw: Any) -> LoomSettings:
         problem = problem_of(key, value)
         if problem:
             raise ImproperlyConfigured(f"LOOM[{key!r}] {problem}")
-        known[key] = seconds(value, key) if isinstance(value, timedelta) or key in DURATIONS else value
+        known[key] = seconds(value, key) if key in DURATIONS and value is not None else value
     return LoomSettings(**known, unknown=tuple(str(key) for key in raw if key not in KEYS))
 
 

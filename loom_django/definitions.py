@@ -14,6 +14,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -33,7 +34,7 @@ from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.durations import Duration, seconds
 
 if TYPE_CHECKING:
-    from datetime import date, datetime
+    from datetime import date
     from uuid import UUID
 
     from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
@@ -256,7 +257,9 @@ class Options:
         execution_id: str | None = None,
         subject: Any = None,
         attributes: Mapping[str, Any] | None = None,
+        queue: str | None = None,
         priority: int = 0,
+        start_at: datetime | None = None,
         deadline: Duration | datetime | None = None,
     ) -> None:
         self.execution_id = None if execution_id is None else keys.check_execution_id(execution_id)
@@ -267,7 +270,18 @@ class Options:
             )
         self.attributes = dict(attributes or {})
         self.priority = keys.check_whole(priority, "priority", -MAX_INT - 1, MAX_INT)
+        self.queue = None if queue is None else keys.check_text(queue, "queue", keys.MAX_QUEUE_NAME)
+        self.start_at = None if start_at is None else _checked_instant(start_at)
         self.deadline = deadline
+
+        self._given: dict[str, Any] = {}
+
+    def changed(self, given: Mapping[str, Any]) -> Options:
+        """These options with some of them given anew."""
+        together = {**self._given, **given}
+        made = Options(**together)
+        made._given = together
+        return made
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
@@ -278,6 +292,15 @@ class Options:
                 raise InvalidInputError(
                     f"{name}= is no option of a start{hint}; the options are {', '.join(known)}"
                 )
+
+
+def _checked_instant(start_at: object) -> datetime:
+    if not isinstance(start_at, datetime) or start_at.utcoffset() is None:
+        raise InvalidInputError(
+            f"start_at={shown(start_at)} must be an aware datetime: give it a time zone, or leave it out to "
+            "start at once"
+        )
+    return start_at
 
 
 class Flow(Generic[P, R_co]):
@@ -329,13 +352,15 @@ class Flow(Generic[P, R_co]):
         return await _runtime().astart_flow(self, args, kwargs)  # type: ignore[no-any-return]
 
     def using(self, **options: Any) -> Flow[P, R_co]:
-        """A copy of the flow with options for its next start.
+        """A copy of the flow with options for its next start; what is not named stays as it was.
 
         Args:
             execution_id: the execution's id and idempotency key; a random one if left out.
             subject: a model instance that the execution is about.
             attributes: JSON values to filter by.
-            priority: higher is claimed first.
+            queue: one of ``LOOM["QUEUES"]``; "default" if left out.
+            priority: within its queue, higher is claimed first.
+            start_at: an aware datetime before which its body is not run.
             deadline: seconds, timedelta or an aware datetime for the whole execution.
 
         Raises:
@@ -343,7 +368,7 @@ class Flow(Generic[P, R_co]):
         """
         Options.check_names(options)
         changed = copy.copy(self)
-        changed.options = Options(**options)
+        changed.options = self.options.changed(options)
         return changed
 
     def handle(self, execution_id: str) -> Handle[R_co]:

@@ -109,9 +109,9 @@ class Execution(ReadOnlyModel):
         # column that every append changes (updated_at, last_sequence, current_step): on PostgreSQL one would
         # cost each append an entry in every index (no heap-only update).
         indexes = [
-            # claim_ready: for each priority the oldest that are ready.
+            # claim_ready: for each queue and priority the oldest that are ready.
             models.Index(
-                fields=["priority", "ready_at", "queue"],
+                fields=["queue", "priority", "ready_at"],
                 name="loom_execution_ready",
                 condition=Q(ready_at__isnull=False),
             ),
@@ -332,6 +332,29 @@ class Node(ReadOnlyModel):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
+
+
+class Queue(ReadOnlyModel):
+    """A queue with limits; claims of it meet here."""
+
+    written_by = "run_loom_worker"
+
+    name = models.CharField(_("name"), max_length=100, primary_key=True)
+    next_at = models.DateTimeField(
+        _("rate spent until"),
+        null=True,
+        blank=True,
+        help_text=_("From when on the queue may begin a whole second's worth at once again."),
+    )
+
+    class Meta:
+        db_table = "loom_queue"
+        verbose_name = _("queue")
+        verbose_name_plural = _("queues")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Marker(ReadOnlyModel):

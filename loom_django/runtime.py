@@ -19,7 +19,7 @@ from loom_django.engine.answers import MISSING, Resolution
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.outside import Appended
 from loom_django.engine.run import in_body
-from loom_django.engine.start import Started, start
+from loom_django.engine.start import start
 from loom_django.errors import (
     ContextMisuseError,
     ExecutionCancelledError,
@@ -45,9 +45,11 @@ from loom_django.services.dispatch import (
     Ticket,
     WorkerDispatcher,
     deliver_now,
+    dispatch_start,
     hand_on,
 )
 from loom_django.services.leases import LeaseKeeper
+from loom_django.services.notices import Notifier
 from loom_django.stores import store_for
 from loom_django.stores.base import Store
 
@@ -222,7 +224,7 @@ def _in_event_loop() -> bool:
 
 _DISPATCHERS: Final[Mapping[str, Callable[[Engine], Dispatcher]]] = {
     "inline": InlineDispatcher,
-    "worker": lambda engine: WorkerDispatcher(),
+    "worker": lambda engine: WorkerDispatcher(engine.ring),
     "tasks": TasksDispatcher,
 }
 
@@ -255,7 +257,8 @@ class Loom:
         if self._engine is None:
             store = self._given_store or store_for(conf.get_settings().DATABASE)
             keeper = self._given_keeper or LeaseKeeper(store, conf.get_settings)
-            self._engine = Engine(store, conf.get_settings, registry, keeper, announce=_announce)
+            ring = Notifier(store, conf.get_settings).ring
+            self._engine = Engine(store, conf.get_settings, registry, keeper, announce=_announce, ring=ring)
         return self._engine
 
     @property
@@ -310,18 +313,13 @@ class Loom:
         given = flow.bind_input(args, kwargs)
         ticket = self.dispatcher.ticket()
         started = start(self.engine, flow, given, flow.options, ticket.ownership)
-        if started.created:
-            self._dispatch(started, ticket)
+        dispatch_start(self.engine, self.dispatcher, started, ticket)
         return Handle(self, started.execution_id, started.flow_id, created=started.created)
 
     async def astart_flow(
         self, flow: Flow[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Handle[Any]:
         return await sync_to_async(self.start_flow)(flow, args, kwargs)
-
-    def _dispatch(self, started: Started, ticket: Ticket) -> None:
-        dispatcher = self.dispatcher
-        self.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, started.journal))
 
     def _deliver_after_commit(self, execution_id: str) -> None:
         engine, dispatcher = self.engine, self.dispatcher

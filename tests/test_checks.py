@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import io
+import types
+import unittest.mock
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,6 +32,7 @@ from loom_django import (
     scheduling,
     tool,
 )
+from loom_django import checks as loom_checks
 from loom_django.definitions import registry
 from loom_django.kernel import codec
 from loom_django.tasks import run_task
@@ -94,6 +97,24 @@ def test_e002_an_unknown_key_is_named_with_the_key_that_is_meant(settings):
     ("key", "value"),
     [
         ("LEASE_TTL", "60"),
+        ("LEASE_TTL", None),
+        ("POLL_INTERVAL", 0),
+        ("NOTIFY", 1),
+        ("QUEUES", ["default"]),
+        ("QUEUES", {"mail": None}),
+        ("QUEUES", {"": {}}),
+        ("QUEUES", {"m" * 101: {}}),
+        ("QUEUES", {"a\nb": {}}),
+        ("QUEUES", {3: {}}),
+        ("QUEUES", {"mail": {"limit": 3}}),
+        ("QUEUES", {"mail": {"concurrency": 0}}),
+        ("QUEUES", {"mail": {"concurrency": True}}),
+        ("QUEUES", {"mail": {"worker_concurrency": 1.5}}),
+        ("QUEUES", {"mail": {"rate": 0}}),
+        ("QUEUES", {"mail": {"rate": float("nan")}}),
+        ("QUEUES", {"mail": {"rate": "5/m"}}),
+        ("QUEUES", {"mail": {"priority": None}}),
+        ("QUEUES", {"mail": {"priority": 2**31}}),
         ("LEASE_TTL", -1),
         ("LEASE_TTL", 0),
         ("LEASE_TTL", float("nan")),
@@ -484,3 +505,23 @@ def test_w030_spares_a_zone_that_is_given(settings, audit, zone):
     settings.TIME_ZONE = "Europe/Berlin"
     schedule("nightly", flow=audit, cron="30 3 * * *", time_zone=zone, args=["all"])
     assert found() == {}
+
+
+def test_w042_notices_do_not_come_through_a_pooler(settings):
+    """Said of PostgreSQL alone, at deploy time, and not to who has switched them off."""
+    settings.LOOM = {"DISPATCHER": "worker"}
+    pooled = {"vendor": "postgresql", "settings_dict": {"DISABLE_SERVER_SIDE_CURSORS": True}}
+    direct = {"vendor": "postgresql", "settings_dict": {"DISABLE_SERVER_SIDE_CURSORS": False}}
+    sqlite = {"vendor": "sqlite", "settings_dict": {"DISABLE_SERVER_SIDE_CURSORS": True}}
+    said = []
+    for about in (pooled, direct, sqlite):
+        with unittest.mock.patch.object(
+            loom_checks, "connections", {"default": types.SimpleNamespace(**about)}
+        ):
+            said.append([str(message.hint) for message in loom_checks.check_notices()])
+            settings.LOOM = {"DISPATCHER": "worker", "NOTIFY": False}
+            assert loom_checks.check_notices() == []
+            settings.LOOM = {"DISPATCHER": "worker"}
+    assert said[1:] == [[], []]
+    assert '"NOTIFY": False' in said[0][0]
+    assert "loom.W042" not in found()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -57,13 +58,10 @@ def test_every_setting_is_in_the_reference():
     text = page("settings")
     for key in conf.KEYS:
         default = getattr(conf.LoomSettings(), key)
-        shown = (
-            f'"{default}"'
-            if isinstance(default, str)
-            else f"{default:g}"
-            if isinstance(default, float)
-            else default
-        )
+        if isinstance(default, str | dict):
+            shown = json.dumps(default)
+        else:
+            shown = f"{default:g}" if isinstance(default, float) else str(default)
         assert f"| `{key}` | `{shown}` |" in text
 
 

@@ -58,6 +58,10 @@ def _announce_nothing(flow_id: str, version: int, events: tuple[Event, ...]) -> 
     """Nobody listens."""
 
 
+def _tell_nobody() -> None:
+    """Whoever waits looks by itself."""
+
+
 def random_token() -> int:
     """A random number that fits a signed 64-bit column and is never 0."""
     return secrets.randbits(62) + 1
@@ -88,6 +92,8 @@ class Engine:
     keeper: Keeper = field(default_factory=NoKeeper)
     identity: Identity = field(default_factory=Identity)
     announce: Callable[[str, int, tuple[Event, ...]], None] = _announce_nothing
+    # Tells idle loops, in other processes too, that something is ready; after the commit that made it so.
+    ring: Callable[[], None] = _tell_nobody
     # Points at which the testing kit stops a run as a crash would; nobody else sets it.
     crash_point: Callable[[str, str, str], None] | None = None
     # Tools that the testing kit answers for.

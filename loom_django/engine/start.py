@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from loom_django.conf import DEFAULT_QUEUE
 from loom_django.definitions import Flow, Options
 from loom_django.engine.core import Engine, from_micros, random_token, to_micros
 from loom_django.engine.journal import Journal
@@ -50,6 +51,7 @@ class Started:
     flow_id: str
     created: bool
     journal: Journal | None = None
+    later: bool = False  # its time has not come: it is ready from then on, and nobody runs it now
 
 
 def start(
@@ -67,11 +69,12 @@ def start(
     releases may start it with other arguments, and the first one is right.
 
     Raises:
-        InvalidInputError: the flow is pinned, or an option cannot be used.
+        InvalidInputError: the flow is pinned, or an option cannot be used: a queue that is not declared is one.
         UnencodableValueError, PayloadTooLargeError: the input or the attributes cannot be recorded.
         ExecutionConflictError: the id is another flow's, or another input's.
     """
     check_startable(flow)
+    check_queue(engine, options.queue)
     execution_id = options.execution_id or str(uuid.uuid4())
     engine.store.check_clock()
     for _ in range(ATTEMPTS):
@@ -79,8 +82,10 @@ def start(
         fields, new = _facts(engine, journal, flow, given, options, execution_id, scheduled_at)
         journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
         timers = () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
+        later = new.not_before is not None
+        owned = Ownership("ready", at=new.not_before) if later else ownership
         try:
-            journal.land(ownership=ownership, new=new, timers=timers, pass_notes=False)
+            journal.land(ownership=owned, new=new, timers=timers, pass_notes=False)
         except SequenceOccupied:
             found = _existing(engine, flow, given, execution_id, settled=scheduled_at is not None)
             if found is not None:
@@ -89,7 +94,7 @@ def start(
         if options.execution_id is not None:
             # A deleted execution of the same id may have left a token that this one runs under.
             journal.fence = engine.store.fence(execution_id) or None
-        return Started(execution_id, flow.id, True, journal)
+        return Started(execution_id, flow.id, True, journal, later)
     raise StoreUnavailableError(f"the id {execution_id!r} was taken and given up again and again", ATTEMPTS)
 
 
@@ -104,6 +109,38 @@ def check_startable(flow: Flow[..., Any]) -> None:
             f"version {flow.version} is pinned: it serves the executions it has and starts no new ones",
             flow.id,
         )
+
+
+def check_queue(engine: Engine, queue: str | None) -> None:
+    """Refuse a queue that no worker could have been told of.
+
+    Raises:
+        InvalidInputError: it is not in ``LOOM["QUEUES"]``.
+    """
+    declared = engine.settings().queues
+    if queue is not None and queue not in declared:
+        raise InvalidInputError(
+            f'queue={shown(queue)} is not declared: add it to LOOM["QUEUES"], or take one of '
+            f"{', '.join(map(repr, declared))}"
+        )
+
+
+def start_time(options: Options, now: int) -> int | None:
+    """From when on the body may be run, in microseconds; None if that is now.
+
+    Raises:
+        InvalidInputError: it lies outside the years that every database takes.
+    """
+    if options.start_at is None:
+        return None
+    micros = to_micros(options.start_at)
+    _check_years(micros, f"start_at={shown(options.start_at)}")
+    return micros if micros > now else None
+
+
+def _check_years(micros: int, what: str) -> None:
+    if not 0 <= micros < _LATEST:
+        raise InvalidInputError(f"{what} must lie between the years 1970 and 9999: leave it out for none")
 
 
 def _existing(
@@ -134,11 +171,15 @@ def _facts(
     limit = engine.settings().MAX_PAYLOAD_BYTES
     attributes = _attributes(options.attributes, limit)
     subject = _subject(options.subject)
-    deadline = _deadline(journal.stamp(), flow, options)
+    now = journal.stamp()
+    later = start_time(options, now)
+    deadline = _deadline(later or now, flow, options)
     recorded: dict[str, Any] = {
         "subject": subject,
         "attributes": json.loads(attributes) if options.attributes else None,
+        "queue": options.queue,
         "priority": options.priority or None,
+        "start_at": later,
         "deadline": deadline,
         "scheduled_at": None if scheduled_at is None else to_micros(scheduled_at),
     }
@@ -151,7 +192,9 @@ def _facts(
         "input": Encoded(_input(flow, given, limit)),
     }
     new = NewExecution(
+        queue=options.queue or DEFAULT_QUEUE,
         priority=options.priority,
+        not_before=None if later is None else from_micros(later),
         deadline=None if deadline is None else from_micros(deadline),
         chain=execution_id,
         subject_type=subject[0] if subject else "",
@@ -226,8 +269,5 @@ def _deadline(now: int, flow: Flow[..., Any], options: Options) -> int | None:
         micros = to_micros(given)
     else:
         micros = now + round(seconds(given, "deadline") * 1_000_000)
-    if not 0 <= micros < _LATEST:
-        raise InvalidInputError(
-            f"deadline={shown(given)} must lie between the years 1970 and 9999: leave it out for none"
-        )
+    _check_years(micros, f"deadline={shown(given)}")
     return micros

@@ -16,6 +16,7 @@ from uuid import UUID
 from loom_django.errors import InvalidIdError, InvalidInputError, shown
 
 MAX_LENGTH = 255
+MAX_QUEUE_NAME = 100
 _GENERATION = re.compile(r":r[0-9]+\Z").search
 _CHAIN = re.compile(r"~[0-9]+\Z").search
 

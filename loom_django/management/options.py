@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from django.core.management.base import BaseCommand
 
+from loom_django import conf
 from loom_django.runtime import loom
-from loom_django.services.loop import Beat
+from loom_django.services.loop import Beat, Loop
+from loom_django.services.notices import Listener, are_used
+from loom_django.stores.base import Store
 
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
@@ -34,6 +39,28 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def names(text: str) -> list[str]:
+    """Names with commas between them, each once."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names: write a,b")
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def listening(store: Store, loop: Loop) -> Iterator[Listener | None]:
+    """Have notices wake a loop, where they are used."""
+    if not are_used(conf.get_settings(), store):
+        yield None
+        return
+    listener = Listener(store, loop.wake.set)
+    listener.start()
+    try:
+        yield listener
+    finally:
+        listener.stop()
 
 
 def log_to_console(command: BaseCommand, verbosity: int) -> None:

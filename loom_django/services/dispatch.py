@@ -22,6 +22,7 @@ from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import Appended
 from loom_django.engine.run import Ended, run_execution
+from loom_django.engine.start import Started
 from loom_django.errors import OpenTransactionError
 from loom_django.stores.base import READY, Lease, Ownership
 
@@ -45,13 +46,17 @@ class Dispatcher(Protocol):
 
 
 class WorkerDispatcher:
-    """Leaves the execution ready; a worker claims it."""
+    """Leaves the execution ready; a worker claims it. ``ring`` tells those that are idle."""
+
+    def __init__(self, ring: Callable[[], None] = lambda: None) -> None:
+        self.ring = ring
 
     def ticket(self) -> Ticket:
         return Ticket(READY)
 
     def dispatch(self, execution_id: str, ticket: Ticket, journal: Journal | None) -> None:
-        """Nothing more: ``ready_at`` is the message."""
+        """Only make it quicker: ``ready_at`` is the message."""
+        self.ring()
 
 
 # What is to run after the body that runs here; a tool's own thread sees it too, with the rest of its context.
@@ -250,6 +255,15 @@ def deliver_now(engine: Engine, dispatcher: Dispatcher, execution_id: str) -> No
             exc_info=True,
             extra={"execution_id": execution_id},
         )
+
+
+def dispatch_start(engine: Engine, dispatcher: Dispatcher, started: Started, ticket: Ticket) -> None:
+    """Have a new execution run once its start is committed, or leave it ready until its time has come."""
+    if started.later:
+        engine.store.on_commit(engine.ring)
+    elif started.created:
+        journal = started.journal
+        engine.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, journal))
 
 
 def claim_one(engine: Engine, execution_id: str) -> int | None:

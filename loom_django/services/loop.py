@@ -24,6 +24,8 @@ BACKOFF_MAX: Final = 5.0
 # While a service keeps failing, one line in so many seconds.
 REPORT_EVERY: Final = 30.0
 
+# A wait for a known instant ends a little after it, so that it is not looked at too early and again.
+ROUND_UP: Final = 0.002
 
 # The ready file is written at most so often, in seconds.
 REPORT_PROGRESS_EVERY: Final = 0.2
@@ -34,6 +36,11 @@ class Service(Protocol):
 
     def tick(self) -> bool:
         """Do one bounded piece; True if there may be more at once."""
+
+
+def soonest(*waits: float | None) -> float | None:
+    """The shortest of some waits, of which None is one that is not known."""
+    return min((wait for wait in waits if wait is not None), default=None)
 
 
 class Beat:
@@ -108,10 +115,12 @@ class Loop:
         interval: Callable[[], float],
         after_turn: Callable[[], None],
         draw: Callable[[], float],
+        next_in: Callable[[], float | None] = lambda: None,
         ready_file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.services = [Supervised(service, clock) for service in services]
+        self.next_in = next_in  # seconds until there will be something to do; None if nothing is known
         self.interval = interval
         self.after_turn = after_turn
         self.draw = draw
@@ -134,17 +143,34 @@ class Loop:
             self._report_progress()
             if more:
                 continue
-            # Full intervals from many processes would march in step.
-            self.wake.wait(self.interval() * (0.75 + self.draw() / 2))
+            self.wake.wait(self._pause())
             self.wake.clear()
         return True
+
+    def _pause(self) -> float:
+        """How long to wait: until the next poll, or less if something is known to be due before."""
+        # Full intervals from many processes would march in step.
+        pause = self.interval() * (0.75 + self.draw() / 2)
+        if self.failing or self.wake.is_set():
+            return pause  # whoever cannot work need not ask for work
+        try:
+            ahead = self.next_in()
+        except Exception as exc:
+            log.debug("what comes next is not known: %s", exc)
+            return pause
+        return pause if ahead is None else min(pause, max(ahead, 0.0) + ROUND_UP)
+
+    @property
+    def failing(self) -> bool:
+        """True while a service fails."""
+        return any(service.failures for service in self.services)
 
     def run_once(self, *, busy: Callable[[], bool] = lambda: False) -> bool:
         """Turn until there is nothing more to do; False if a service failed."""
         while not self.stop.is_set():
             was_busy = busy()  # what ended during the turn may have made room for more, or more to do
             more = self.turn()
-            if any(service.failures for service in self.services):
+            if self.failing:
                 return False
             if not more and not was_busy and not busy():
                 return True
@@ -162,8 +188,7 @@ class Loop:
         if self.ready_file is None or time.monotonic() - self._reported_at < REPORT_PROGRESS_EVERY:
             return
         self._reported_at = time.monotonic()
-        healthy = not any(service.failures for service in self.services)
-        state = {"at": time.time(), "pid": os.getpid(), "healthy": healthy}
+        state = {"at": time.time(), "pid": os.getpid(), "healthy": not self.failing}
         partial = self.ready_file.with_suffix(self.ready_file.suffix + ".new")
         try:
             partial.write_text(json.dumps(state))

@@ -21,7 +21,7 @@ from loom_django.engine.start import Started, check_startable, start
 from loom_django.errors import LoomError, StoreUnavailableError
 from loom_django.kernel.keys import occurrence_id
 from loom_django.scheduling import MAX_CATCH_UP, Schedule, schedules
-from loom_django.services.dispatch import Dispatcher
+from loom_django.services.dispatch import Dispatcher, dispatch_start
 from loom_django.stores.base import ScheduleRow
 
 log = logging.getLogger("loom_django.schedules")
@@ -139,6 +139,12 @@ class ScheduleService:
             if watched.look_at <= self.engine.now() and watched.not_before <= self.clock():
                 more |= self._look(watched)
         return more
+
+    def next_in(self) -> float | None:
+        """In how many seconds the next schedule is to be looked at; None if there is none."""
+        now = self.engine.now()
+        ahead = (watched.look_at - now for watched in self._watched.values() if watched.look_at > now)
+        return min((micros / 1_000_000 for micros in ahead), default=None)
 
     def _look(self, watched: _Watched) -> bool:
         try:
@@ -260,15 +266,10 @@ def start_run(
 ) -> Started:
     """Start one execution in the open transaction; it is dispatched after the commit."""
     ticket = dispatcher.ticket()
-    options = flow.using(**_given_options(flow), execution_id=execution_id).options
+    options = flow.using(execution_id=execution_id).options
     started = start(engine, flow, given, options, ticket.ownership, scheduled_at=scheduled_at)
-    if started.created:
-        engine.store.on_commit(lambda: dispatcher.dispatch(execution_id, ticket, started.journal))
+    dispatch_start(engine, dispatcher, started, ticket)
     return started
-
-
-def _given_options(flow: Flow[..., Any]) -> dict[str, Any]:
-    return {name: value for name, value in vars(flow.options).items() if name != "execution_id"}
 
 
 def _note(engine: Engine, row: ScheduleRow, last: str, skipped: Sequence[Skipped]) -> None:

@@ -11,14 +11,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Final
 
+from loom_django.conf import DEFAULT_QUEUE, Queue
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.drive import abandoned
 from loom_django.engine.run import run_execution
 from loom_django.services.dispatch import run_logged
-from loom_django.stores.base import Claimed
+from loom_django.services.loop import soonest
+from loom_django.services.notices import GAP
+from loom_django.stores.base import Claimed, QueueLimits, Store
 
 log = logging.getLogger("loom_django.worker")
 
@@ -26,6 +31,44 @@ BATCH: Final = 50
 
 # Threads whose tool outlived its timeout; above this a worker ends, since they can only be ended with it.
 MAX_ABANDONED: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Queues that are claimed from together: those of one priority without limits, or one that has some.
+
+    ``queues`` None are all, but for ``besides``; ``at_once`` is how many bodies of it one worker runs at a time.
+    """
+
+    priority: int
+    queues: tuple[str, ...] | None
+    besides: tuple[str, ...] = ()
+    limits: QueueLimits | None = None
+    at_once: int | None = None
+
+
+def lanes_of(declared: Mapping[str, Queue], served: Sequence[str] | None) -> list[Lane]:
+    """How a worker of these queues (None: of all) claims; those of the highest priority first.
+
+    A worker of all queues serves those too that are declared no more, as the default queue without limits is:
+    what was started in them is not lost.
+    """
+    lanes: list[Lane] = []
+    alike: dict[int, list[str]] = {}
+    for name, about in declared.items():
+        if served is not None and name not in served:
+            continue
+        limits = QueueLimits(about.concurrency, about.rate)
+        if limits == QueueLimits() and about.worker_concurrency is None:
+            alike.setdefault(about.priority, []).append(name)
+        else:
+            cluster = None if limits == QueueLimits() else limits
+            lanes.append(Lane(about.priority, (name,), limits=cluster, at_once=about.worker_concurrency))
+    if served is None:
+        rest = alike.pop(0, [])
+        lanes.append(Lane(0, None, besides=tuple(name for name in declared if name not in rest)))
+    lanes += [Lane(priority, tuple(names)) for priority, names in alike.items()]
+    return sorted(lanes, key=lambda lane: -lane.priority)
 
 
 class WorkerService:
@@ -49,9 +92,13 @@ class WorkerService:
         self.on_free = on_free
         self.draining = threading.Event()
         self.claimed = 0
+        self.broken = False  # a thread that ran bodies has broken off
+        # When the rate of a queue admits what was ready and had to wait, by the monotonic clock.
+        self.again_at: float | None = None
         self._asked_at = 0
+        self._turns = 0
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
-        self._held: set[Claimed] = set()
+        self._held: dict[Claimed, str | None] = {}  # with its queue, where that counts
         self._condition = threading.Condition()
         self._claims: queue.SimpleQueue[Claimed | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -81,33 +128,71 @@ class WorkerService:
         return self.max_executions is not None and self.claimed >= self.max_executions
 
     @property
+    def has_room(self) -> bool:
+        """True if another body could be run here."""
+        return self.running < self.concurrency and not self.exhausted
+
+    @property
     def overrun(self) -> bool:
         """True when too many threads were left behind by timeouts."""
         return abandoned.count > MAX_ABANDONED
 
     def tick(self) -> bool:
-        """Claim as many as there is room for; True if the queue may hold more."""
-        room = min(BATCH, self.concurrency - self.running)
-        if self.max_executions is not None:
-            room = min(room, self.max_executions - self.claimed)
-        if room <= 0 or self.draining.is_set():
-            return False
-        token = random_token()
-        claims = self.engine.store.claim_ready(
-            owner=self.engine.identity.name,
-            token=token,
-            ttl=self.engine.settings().LEASE_TTL,
-            limit=room,
-            known=self.engine.known(),
-            queues=self.queues,
-        )
-        for claim in claims:
-            self._submit(claim)
-        return len(claims) >= room and self.running < self.concurrency
+        """Claim as many as there is room for; True if there may be more."""
+        self._turns += 1
+        self.again_at = None
+        more = False
+        for lane in self._lanes():
+            room = 0 if self.draining.is_set() else self._room(lane)
+            if room > 0:
+                claims = self._claim(lane, room)
+                for claim in claims:
+                    self._submit(claim, _counted(lane))
+                more |= len(claims) >= room and self._room(lane) > 0
+        return more
 
-    def _submit(self, claim: Claimed) -> None:
+    def _lanes(self) -> list[Lane]:
+        """The lanes in order; those of one priority take turns at being first."""
+        lanes: list[Lane] = []
+        for _, group in groupby(
+            lanes_of(self.engine.settings().queues, self.queues), lambda lane: lane.priority
+        ):
+            alike = list(group)
+            first = self._turns % len(alike)
+            lanes += alike[first:] + alike[:first]
+        return lanes
+
+    def _room(self, lane: Lane) -> int:
+        """How many bodies of a lane may be begun here and now."""
         with self._condition:
-            self._held.add(claim)
+            room = min(BATCH, self.concurrency - len(self._held))
+            if self.max_executions is not None:
+                room = min(room, self.max_executions - self.claimed)
+            if lane.at_once is not None:
+                room = min(room, lane.at_once - list(self._held.values()).count(_counted(lane)))
+            return room
+
+    def _claim(self, lane: Lane, room: int) -> list[Claimed]:
+        store = self.engine.store
+        lease: dict[str, Any] = {
+            "owner": self.engine.identity.name,
+            "token": random_token(),
+            "ttl": self.engine.settings().LEASE_TTL,
+            "limit": room,
+            "known": self.engine.known(),
+        }
+        if lane.limits is None:
+            return store.claim_ready(**lease, queues=lane.queues, besides=lane.besides)
+        (name,) = lane.queues or (DEFAULT_QUEUE,)
+        taken = store.claim_limited(name, lane.limits, **lease)
+        if taken.again_in is not None:
+            again_at = time.monotonic() + taken.again_in
+            self.again_at = again_at if self.again_at is None else min(self.again_at, again_at)
+        return taken.claims
+
+    def _submit(self, claim: Claimed, queue: str | None = None) -> None:
+        with self._condition:
+            self._held[claim] = queue
             self.claimed += 1
             short = len(self._held) > len(self._threads)
         # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
@@ -123,6 +208,11 @@ class WorkerService:
         try:
             while (claim := self._claims.get()) is not None:
                 self._run(claim)
+        except BaseException:
+            # Its claim stays among those that are held: the process ends, and hands it back.
+            self.broken = True
+            log.exception("a thread that runs bodies broke off")
+            self.on_free()
         finally:
             self.engine.store.close_connections()
 
@@ -147,7 +237,7 @@ class WorkerService:
             store.close_old_connections()
             self.engine.keeper.drop(claim.execution_id, claim.token)
             with self._condition:
-                self._held.discard(claim)
+                self._held.pop(claim, None)
                 self._condition.notify_all()
             self.on_free()
 
@@ -168,5 +258,20 @@ class WorkerService:
         return True
 
 
+def _counted(lane: Lane) -> str | None:
+    """The queue under which the bodies of a lane are counted, if they are."""
+    return lane.queues[0] if lane.at_once is not None and lane.queues else None
+
+
 def _not_entered() -> None:
     """A lease that is lost before its body is entered is noticed at the body's first append."""
+
+
+def next_in(store: Store, worker: WorkerService, *, timers: bool) -> float | None:
+    """In how many seconds a worker's loop will have something to do; None if nothing is known."""
+    upcoming = store.upcoming(queues=worker.queues)
+    timer = upcoming.seconds_to(upcoming.timer) if timers else None
+    ready = upcoming.seconds_to(upcoming.ready) if worker.has_room else None
+    # A rate may admit one every few milliseconds: some of them are claimed together.
+    rate = None if worker.again_at is None else max(worker.again_at - time.monotonic(), GAP)
+    return soonest(timer, ready, rate)

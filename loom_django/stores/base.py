@@ -267,6 +267,65 @@ class Claimed:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """What one queue may take of the whole cluster.
+
+    ``concurrency`` is how many of its executions may be held at a time; what is held under a lease that has
+    ended counts until somebody takes it. ``rate`` is how many may be claimed per second, on average: what a
+    second of rest has saved up (one at least) may go at once. None is no limit.
+    """
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def admits(self, *, held: int, now: datetime, next_at: datetime | None) -> tuple[int, float | None]:
+        """How many more may be claimed now, and if it is the rate that admits none: in how many seconds."""
+        most = NO_LIMIT if self.concurrency is None else max(0, self.concurrency - held)
+        if self.rate is None or most == 0:
+            return most, None
+        saved = max(1.0, self.rate)
+        ahead = 0.0 if next_at is None else max(0.0, (next_at - now).total_seconds()) * self.rate
+        # A rate that was lowered, or raised, since: nobody waits for longer than all that can be saved.
+        free = saved - min(ahead, saved)
+        if free < 1.0 - _TINY:
+            return 0, (1.0 - free) / self.rate
+        return min(most, int(free + _TINY)), None
+
+    def spent(self, count: int, *, now: datetime, next_at: datetime | None) -> datetime:
+        """The mark after so many claims: the instant from which on a whole second's worth is saved up again."""
+        if self.rate is None:
+            raise ValueError("there is no rate to spend")
+        latest = now + timedelta(seconds=max(1.0, self.rate) / self.rate)
+        begun = now if next_at is None else min(max(next_at, now), latest)
+        return begun + timedelta(seconds=count / self.rate)
+
+
+NO_LIMIT: Final = 2**62
+_TINY: Final = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class QueueClaim:
+    """What was taken of a queue with limits; ``again_in`` seconds its rate admits more, None if it was not that."""
+
+    claims: list[Claimed]
+    again_in: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Upcoming:
+    """When, after ``now`` by the store's clock, the next timer is due and the next execution becomes ready."""
+
+    now: datetime
+    timer: datetime | None
+    ready: datetime | None
+
+    def seconds_to(self, at: datetime | None) -> float | None:
+        """How long it is until an instant; None for none."""
+        return None if at is None else (at - self.now).total_seconds()
+
+
+@dataclass(frozen=True, slots=True)
 class Due:
     """A due timer row, with what is needed to judge it. ``now`` is the store's at the claim."""
 
@@ -430,8 +489,21 @@ class LeaseStore(Protocol):
         limit: int,
         known: Known,
         queues: Sequence[str] | None = None,
+        besides: Sequence[str] = (),
     ) -> list[Claimed]:
-        """Take ready executions in a batch, by priority (high first) and age; then their fences."""
+        """Take ready executions in a batch, by priority (high first) and age; then their fences.
+
+        Of all queues, or of those named; ``besides`` names queues that are left out. Of one priority the queue
+        comes first whose head has been ready longest.
+        """
+
+    def claim_limited(
+        self, queue: str, limits: QueueLimits, *, owner: str, token: int, ttl: float, limit: int, known: Known
+    ) -> QueueClaim:
+        """Take ready executions of one queue within its limits, exactly, however many claim at a time."""
+
+    def upcoming(self, *, queues: Sequence[str] | None = None) -> Upcoming:
+        """When something will have to be done that need not be done yet, to sleep until then."""
 
     def renew(self, leases: Sequence[tuple[str, int]], *, ttl: float) -> set[str]:
         """Prolong the given (execution id, token) leases in one statement; return the ids still held."""
@@ -551,7 +623,21 @@ class ScheduleStore(Protocol):
         """True while an execution, or one that continues it, has not ended."""
 
 
-class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, ScheduleStore, Protocol):
+class NoticeStore(Protocol):
+    """Telling loops at once that there is something to do; they look by themselves too, so one may be lost."""
+
+    @property
+    def notifies(self) -> bool:
+        """True if there is such a thing here."""
+
+    def notify(self) -> None:
+        """Tell all that listen, in a transaction of its own; on connections of loom's own threads only."""
+
+    def listen(self) -> AbstractContextManager[Callable[[float], bool]]:
+        """Listen on a connection of its own; the call waits so many seconds at most, and is True if told."""
+
+
+class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, ScheduleStore, NoticeStore, Protocol):
     """All of it over one database, with the seams of that database's transactions."""
 
     def now(self) -> datetime:

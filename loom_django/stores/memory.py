@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
@@ -33,10 +33,13 @@ from loom_django.stores.base import (
     NewExecution,
     Ownership,
     ParkFences,
+    QueueClaim,
+    QueueLimits,
     ScheduleRow,
     SequenceOccupied,
     Stale,
     TimerRow,
+    Upcoming,
     WakesMoved,
 )
 
@@ -82,6 +85,7 @@ class _Tables:
     inboxes: defaultdict[str, dict[str, Message]] = field(default_factory=lambda: defaultdict(dict))
     taken: set[int] = field(default_factory=set)
     schedules: dict[str, ScheduleRow] = field(default_factory=dict)
+    queues: dict[str, datetime] = field(default_factory=dict)  # what their rates have spent
 
     def copy(self) -> _Tables:
         return _Tables(
@@ -92,6 +96,7 @@ class _Tables:
             defaultdict(dict, {key: dict(inbox) for key, inbox in self.inboxes.items()}),
             set(self.taken),
             dict(self.schedules),
+            dict(self.queues),
         )
 
 
@@ -367,6 +372,7 @@ class MemoryStore:
         limit: int,
         known: Known,
         queues: Sequence[str] | None = None,
+        besides: Sequence[str] = (),
     ) -> list[Claimed]:
         with self._lock:
             ready = [
@@ -375,6 +381,7 @@ class MemoryStore:
                 if row.ready_at is not None
                 and row.ready_at <= self.now()
                 and (queues is None or row.new.queue in queues)
+                and row.new.queue not in besides
                 and known.admits(row.projection.flow_id, row.projection.version)
             ]
             claimed = []
@@ -382,6 +389,34 @@ class MemoryStore:
                 self.claim(execution_id, owner=owner, token=token, ttl=ttl)
                 claimed.append(Claimed(execution_id, token, self.acquire_fence(execution_id)))
             return claimed
+
+    def claim_limited(
+        self, queue: str, limits: QueueLimits, *, owner: str, token: int, ttl: float, limit: int, known: Known
+    ) -> QueueClaim:
+        with self._lock:
+            now, marks = self.now(), self._tables.queues
+            rows = [row for row in self._tables.rows.values() if row.new.queue == queue]
+            if not any(row.ready_at is not None and row.ready_at <= now for row in rows):
+                return QueueClaim([])
+            held = sum(row.token is not None for row in rows)
+            most, again_in = limits.admits(held=held, now=now, next_at=marks.get(queue))
+            claims = self.claim_ready(
+                owner=owner, token=token, ttl=ttl, limit=min(limit, most), known=known, queues=[queue]
+            )
+            if claims and limits.rate is not None:
+                marks[queue] = limits.spent(len(claims), now=now, next_at=marks.get(queue))
+            return QueueClaim(claims, again_in)
+
+    def upcoming(self, *, queues: Sequence[str] | None = None) -> Upcoming:
+        with self._lock:
+            now = self.now()
+            due = (_due_at(row) for row in self._all_timers())
+            ready = (
+                row.ready_at
+                for row in self._tables.rows.values()
+                if row.ready_at is not None and (queues is None or row.new.queue in queues)
+            )
+            return Upcoming(now, *(min((at for at in all if at > now), default=None) for all in (due, ready)))
 
     def renew(self, leases: Sequence[tuple[str, int]], *, ttl: float) -> set[str]:
         with self._lock:
@@ -454,6 +489,18 @@ class MemoryStore:
             count = fence.recoveries + 1 if fence.recovered_sequence == sequence else 1
             self._tables.fences[execution_id] = replace(fence, recoveries=count, recovered_sequence=sequence)
             return count
+
+    # Notices: whoever shares this store is in this process.
+
+    @property
+    def notifies(self) -> bool:
+        return False
+
+    def notify(self) -> None:
+        raise NotImplementedError("there are no notices here")
+
+    def listen(self) -> AbstractContextManager[Callable[[float], bool]]:
+        raise NotImplementedError("there are no notices here")
 
     # Messages.
 

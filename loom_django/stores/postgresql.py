@@ -8,7 +8,7 @@ an ``execute_wrapper``), they go through Django's cursor instead, and are seen.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -25,17 +25,17 @@ from loom_django.stores.base import (
     Acquired,
     AppendRefused,
     Commit,
-    Known,
     RowLocked,
     SequenceOccupied,
     Stale,
 )
 from loom_django.stores.postgresql_append import document, parts_of, text_of
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
-from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes, ready_filter
+from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes
 from loom_django.stores.statements import (
     ANSWERS,
-    READY_HEAD,
+    LANES,
+    LANES_IN_ORDER,
     SHARED,
     UPSERT_TIMER,
     Statement,
@@ -63,10 +63,17 @@ WORDS: Final = {
     "is": "is not distinct from",
     "known": "json_each_text(cast(%(known)s as json))",
     "ids": "json_array_elements_text(cast(%(ids)s as json)) as ids(id)",
+    "list": "select json_array_elements_text(cast(%({0})s as json))",
     "lock_free": "for no key update of {0} skip locked",
 }
 
+# What loops listen to; channels are a database's own.
+CHANNEL: Final = "loom_ready"
+
 OWN: Final = named(
+    Statement(
+        "notify", "There may be something to do.", f"select pg_notify('{CHANNEL}', '')", repeatable=True
+    ),
     Statement("now", "The store's clock.", "select $time($now)", repeatable=True),
     Statement(
         "acquire_fences",
@@ -104,14 +111,11 @@ OWN: Final = named(
         "claim_ready",
         "The head of the queues becomes held; rows that others are taking are left out.",
         f"""
-        {READY_HEAD},
+        {LANES},
         head as (
-            select ready.* from priorities p cross join lateral (
+            select ready.* from ({LANES_IN_ORDER}) lane cross join lateral (
                 select x.id, x.priority, x.ready_at from loom_execution x
-                where x.priority = p.priority and x.ready_at <= $now
-                and (%(any_queue)s or x.queue in (
-                    select json_array_elements_text(cast(%(queues)s as json))
-                ))
+                where x.queue = lane.queue and x.priority = lane.priority and x.ready_at <= $now
                 and (%(any_flow)s or exists (
                     select 1 from json_each_text(cast(%(known)s as json)) known
                     where known.key = x.flow_id and x.version <= cast(known.value as integer)
@@ -502,8 +506,8 @@ class PostgresStore(SqlStore):
 
     # The rest that PostgreSQL does in its own way.
 
-    def _claim_batch(self, lease: Mapping[str, Any], known: Known, queues: Sequence[str] | None) -> list[str]:
-        rows = self._run("claim_ready", {**lease, **ready_filter(known, queues)})
+    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
+        rows = self._run("claim_ready", parameters)
         return [row[0] for row in sorted(rows, key=lambda row: (-row[1], row[2]))]
 
     def send(
@@ -518,6 +522,24 @@ class PostgresStore(SqlStore):
     ) -> bool:
         message = {"id": execution_id, "name": name, "message_id": message_id, "body": body, "wait": wait}
         return bool(self._run("send", {**message, "receiver": receiver or execution_id}))
+
+    @property
+    def notifies(self) -> bool:
+        return True
+
+    def notify(self) -> None:
+        self._run("notify", {})
+
+    @contextmanager
+    def listen(self) -> Iterator[Callable[[float], bool]]:
+        with compat.connection_apart(self.alias) as own:
+            server: psycopg.Connection[Any] = own.connection
+            server.execute(f"listen {CHANNEL}")
+
+            def told(seconds: float) -> bool:
+                return any(True for _ in server.notifies(timeout=seconds, stop_after=1))
+
+            yield told
 
     def now(self) -> datetime:
         return self._instant(self._run("now", {})[0][0])

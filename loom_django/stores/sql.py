@@ -24,6 +24,7 @@ from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import Status
 from loom_django.stores.base import (
     ANY_FLOW,
+    NO_LIMIT,
     Acquired,
     AppendRefused,
     Changed,
@@ -35,9 +36,12 @@ from loom_django.stores.base import (
     Loaded,
     Message,
     ParkFences,
+    QueueClaim,
+    QueueLimits,
     SequenceOccupied,
     Stale,
     TimerRow,
+    Upcoming,
     WakesMoved,
 )
 from loom_django.stores.batches import Batches, Seat
@@ -52,7 +56,6 @@ except ImportError:  # the extra "speed"; the standard library writes the same
 logger = logging.getLogger("loom_django.stores")
 
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
-NO_LIMIT: Final = 2**62
 
 # The clock's offset is measured again after so many seconds, or when the host's clock was moved by so many.
 CLOCK_AGE: Final = 15.0
@@ -120,9 +123,7 @@ class SqlStore(ScheduleCalls, ABC):
         """Land commits (with their ``also``) that share no execution, each by itself."""
 
     @abstractmethod
-    def _claim_batch(
-        self, parameters: Mapping[str, Any], known: Known, queues: Sequence[str] | None
-    ) -> list[str]:
+    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
         """Take ready executions and return their ids; committed when this returns."""
 
     @abstractmethod
@@ -398,9 +399,53 @@ class SqlStore(ScheduleCalls, ABC):
         limit: int,
         known: Known,
         queues: Sequence[str] | None = None,
+        besides: Sequence[str] = (),
     ) -> list[Claimed]:
         lease = {"owner": owner, "token": token, "ttl": ttl, "limit": limit}
-        ids = self._claim_batch(lease, known, queues)
+        return self._fenced(
+            self._claim_batch({**lease, **_flow_filter(known), **_queue_filter(queues, besides)}), token
+        )
+
+    def claim_limited(
+        self, queue: str, limits: QueueLimits, *, owner: str, token: int, ttl: float, limit: int, known: Known
+    ) -> QueueClaim:
+        # Looked at without the lock first: mostly there is nothing to claim, or no room.
+        most, again_in, _, _ = self._queue_room(queue, limits)
+        if most == 0:
+            return QueueClaim([], again_in)
+        look = {"owner": owner, "token": token, "ttl": ttl, **_flow_filter(known), **_queue_filter([queue])}
+        with self._under_queue(queue, "claim_limited"):
+            most, again_in, now, next_at = self._queue_room(queue, limits)
+            ids = self._claim_batch({**look, "limit": min(limit, most)}) if most > 0 else []
+            if ids and limits.rate is not None:
+                spent = limits.spent(len(ids), now=now, next_at=next_at)
+                self._run("spend_rate", {"queue": queue, "next_at": spent})
+        return QueueClaim(self._fenced(ids, token), again_in)
+
+    @contextmanager
+    def _under_queue(self, queue: str, call: str) -> Iterator[None]:
+        """A transaction in which nobody else claims of that queue, and all earlier claims of it are seen."""
+        joined = compat.open_transaction(self.connection)
+        with self.transaction():
+            self._see_each_commit(call, joined=joined)
+            self._run("hold_queue", {"queue": queue})
+            yield
+
+    def _queue_room(
+        self, queue: str, limits: QueueLimits
+    ) -> tuple[int, float | None, datetime, datetime | None]:
+        """How many may be claimed, 0 if none is ready; when to look again; the time; the mark of the rate."""
+        row = self._run("queue_room", {"queue": queue, **_queue_filter([queue])})[0]
+        held, next_at, now, ready = row[0], self._time(row[1]), self._instant(row[2]), row[3]
+        most, again_in = limits.admits(held=held, now=now, next_at=next_at) if ready else (0, None)
+        return most, again_in, now, next_at
+
+    def upcoming(self, *, queues: Sequence[str] | None = None) -> Upcoming:
+        now, timer, ready = self._run("upcoming", _queue_filter(queues))[0]
+        return Upcoming(self._instant(now), self._time(timer), self._time(ready))
+
+    def _fenced(self, ids: Sequence[str], token: int) -> list[Claimed]:
+        """Take the fences of what was just claimed."""
         if not ids:
             return []
         # The fences in a statement of their own: together with the rows of executions they would be taken
@@ -449,6 +494,18 @@ class SqlStore(ScheduleCalls, ABC):
 
     def loop_seen(self, *, within: float) -> bool:
         return bool(self._run("loop_seen", {"before": -within}))
+
+    # Notices; a database that has none says so.
+
+    @property
+    def notifies(self) -> bool:
+        return False
+
+    def notify(self) -> None:
+        raise NotImplementedError(f"the database {self.alias!r} has no notices")
+
+    def listen(self) -> AbstractContextManager[Callable[[float], bool]]:
+        raise NotImplementedError(f"the database {self.alias!r} has no notices")
 
     # Messages.
 
@@ -642,9 +699,9 @@ def _flow_filter(known: Known) -> dict[str, Any]:
     return {"any_flow": known.flows is None, "known": dumps(dict(known.flows or {}))}
 
 
-def ready_filter(known: Known, queues: Sequence[str] | None) -> dict[str, Any]:
-    """The parameters by which a claim looks for work."""
-    return {**_flow_filter(known), "any_queue": queues is None, "queues": dumps(list(queues or ()))}
+def _queue_filter(queues: Sequence[str] | None, besides: Sequence[str] = ()) -> dict[str, Any]:
+    """The parameters by which a look for work knows its queues."""
+    return {"any_queue": queues is None, "queues": dumps(list(queues or ())), "besides": dumps(list(besides))}
 
 
 def _check(commit: Commit) -> None:

@@ -27,12 +27,19 @@ from loom_django.stores.sql import (
     Row,
     SqlStore,
     chain_of_causes,
-    ready_filter,
     row_of,
     timer_row,
     timers_off,
 )
-from loom_django.stores.statements import READY_HEAD, SHARED, UPSERT_TIMER, Statement, dialect, named
+from loom_django.stores.statements import (
+    LANES,
+    LANES_IN_ORDER,
+    SHARED,
+    UPSERT_TIMER,
+    Statement,
+    dialect,
+    named,
+)
 
 _T = TypeVar("_T")
 
@@ -45,6 +52,7 @@ WORDS: Final = {
     "is": "is",
     "known": "json_each(%(known)s)",
     "ids": "(select value as id from json_each(%(ids)s)) as ids",
+    "list": "select value from json_each(%({0})s)",
     "lock_free": "",
 }
 # Parameters that are seconds from now; SQLite's own clock functions know milliseconds only.
@@ -183,18 +191,18 @@ OWN: Final = named(
         returning execution_id, wake_at, redrive, deadline, not_before, tries
         """,
     ),
+    Statement("lanes", "Where to look for work, in order.", f"{LANES} {LANES_IN_ORDER}"),
     Statement(
-        "head_of_queues",
+        "head_of_lane",
         "The rows to claim.",
-        f"""
-        {READY_HEAD}
-        select x.id from priorities p join loom_execution x on x.priority = p.priority and x.ready_at <= $now
-        where (%(any_queue)s or x.queue in (select value from json_each(%(queues)s)))
+        """
+        select x.id from loom_execution x
+        where x.queue = %(queue)s and x.priority = %(priority)s and x.ready_at <= $now
         and (%(any_flow)s or exists (
             select 1 from json_each(%(known)s) known
             where known.key = x.flow_id and x.version <= known.value
         ))
-        order by x.priority desc, x.ready_at limit %(limit)s
+        order by x.ready_at limit %(limit)s
         """,
     ),
     Statement(
@@ -414,10 +422,20 @@ class SqliteStore(SqlStore):
             rows.append((*held, was_due, now, flow_id, version))
         return rows
 
-    def _claim_batch(self, lease: Mapping[str, Any], known: Known, queues: Sequence[str] | None) -> list[str]:
+    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
         def claim() -> list[str]:
-            head = self._run("head_of_queues", {"limit": lease["limit"], **ready_filter(known, queues)})
-            return [row[0] for row in head if self._run("claim", {"id": row[0], **lease})]
+            claimed: list[str] = []
+            for queue, priority in self._run("lanes", parameters):
+                left = parameters["limit"] - len(claimed)
+                if left <= 0:
+                    break
+                lane = {**parameters, "queue": queue, "priority": priority, "limit": left}
+                claimed += [
+                    row[0]
+                    for row in self._run("head_of_lane", lane)
+                    if self._run("claim", {**parameters, "id": row[0]})
+                ]
+            return claimed
 
         return self._atomically(claim)
 

@@ -3,7 +3,8 @@
 What the two say differently is written with a ``$``: ``$now`` is the store's clock, ``$later(x)`` is that
 plus the parameter x in seconds, ``$at(x)`` an instant handed in, ``$time(column)`` an instant handed out,
 ``$text(column)`` JSON as text, ``$is`` equality that takes NULL for a value, ``$ids`` the rows (``id``)
-of a JSON list handed in, and ``$lock_free(t)`` takes the rows read, but for those that others hold.
+of a JSON list handed in, ``$list(x)`` selects the texts of another, and ``$lock_free(t)`` takes the rows read,
+but for those that others hold.
 """
 
 from __future__ import annotations
@@ -49,20 +50,39 @@ UPSERT_TIMER = """
         not_before = excluded.not_before,
         tries = excluded.tries
 """
-# The queue's head, whatever lies behind it: for each priority in turn the oldest rows that are ready now. A
-# plain ORDER BY would sort all that is ready, or walk over all that is to be ready one day. The order of
-# the priorities is that of the recursion; an ORDER BY on top would read all before the limit.
-READY_HEAD: Final = """
-    with recursive priorities(priority) as (
-        select * from (
-            select priority from loom_execution where ready_at is not null order by priority desc limit 1
-        ) highest
+# A lane is what is ready of one queue and one priority. All lanes are found by an index probe each, however long
+# they are, and each is then read from its head: a plain ORDER BY would sort all that is ready, or walk over all
+# that is to be ready one day. The order is put on the lanes; one on their rows would read all before the limit.
+LANES: Final = """
+    with recursive queues(queue) as (
+        select (select x.queue from loom_execution x where x.ready_at is not null order by x.queue limit 1)
         union all
         select (
-            select x.priority from loom_execution x
-            where x.ready_at is not null and x.priority < p.priority order by x.priority desc limit 1
+            select x.queue from loom_execution x
+            where x.ready_at is not null and x.queue > q.queue order by x.queue limit 1
         )
-        from priorities p where p.priority is not null
+        from queues q where q.queue is not null
+    ), lanes(queue, priority) as (
+        select q.queue, (
+            select x.priority from loom_execution x
+            where x.ready_at is not null and x.queue = q.queue order by x.priority desc limit 1
+        )
+        from queues q where q.queue is not null
+        and (%(any_queue)s or q.queue in ($list(queues))) and q.queue not in ($list(besides))
+        union all
+        select l.queue, (
+            select x.priority from loom_execution x
+            where x.ready_at is not null and x.queue = l.queue and x.priority < l.priority
+            order by x.priority desc limit 1
+        )
+        from lanes l where l.priority is not null
+    )
+"""
+LANES_IN_ORDER: Final = """
+    select l.queue, l.priority from lanes l where l.priority is not null order by l.priority desc, (
+        select x.ready_at from loom_execution x
+        where x.queue = l.queue and x.priority = l.priority and x.ready_at is not null
+        order by x.ready_at limit 1
     )
 """
 
@@ -343,6 +363,58 @@ SHARED: Final = named(
         returning recoveries
         """,
     ),
+    # Queues with limits.
+    Statement(
+        "queue_room",
+        "How many of a queue are held, from when on its rate admits one, the time, and is anything ready?",
+        f"""
+        {LANES}
+        select
+            (select count(*) from loom_execution where queue = %(queue)s and lease_until is not null),
+            (select $time(next_at) from loom_queue where name = %(queue)s),
+            $time($now),
+            exists (
+                select 1 from lanes l where (
+                    select x.ready_at from loom_execution x
+                    where x.queue = l.queue and x.priority = l.priority and x.ready_at is not null
+                    order by x.ready_at limit 1
+                ) <= $now
+            )
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "hold_queue",
+        "One claim of a queue with limits at a time: what is held is counted, and then no other claim adds to it.",
+        """
+        insert into loom_queue (name) values (%(queue)s)
+        on conflict (name) do update set name = excluded.name
+        """,
+    ),
+    Statement(
+        "spend_rate",
+        "So many of it were begun.",
+        "update loom_queue set next_at = $at(next_at) where name = %(queue)s",
+    ),
+    Statement(
+        "upcoming",
+        "What has to be done next, if nothing has to be done now: the first timer, and the first that is to be "
+        "ready, from now on.",
+        f"""
+        {LANES}
+        select $time($now), (
+            select $time(coalesce(not_before, wake_at)) from loom_timer
+            where coalesce(not_before, wake_at) > $now order by coalesce(not_before, wake_at) limit 1
+        ), (
+            select min($time((
+                select x.ready_at from loom_execution x
+                where x.queue = l.queue and x.priority = l.priority and x.ready_at > $now
+                order by x.ready_at limit 1
+            ))) from lanes l
+        )
+        """,
+        repeatable=True,
+    ),
     Statement(
         "beat",
         "A loop is alive.",
@@ -390,6 +462,6 @@ def dialect(statements: Iterable[Statement], words: Mapping[str, str]) -> dict[s
         return words[match[1]].format(pattern.sub(say, match[2] or ""))
 
     pattern = re.compile(
-        r"\$(now|later|at|time|text|is|lock_free|known|ids)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
+        r"\$(now|later|at|time|text|is|lock_free|known|ids|list)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
     )
     return {one.name: replace(one, sql=pattern.sub(say, " ".join(one.sql.split()))) for one in statements}

@@ -34,12 +34,15 @@ from loom_django.stores.base import (
     KEEP,
     NOBODY,
     READY,
+    Claimed,
     Commit,
     Known,
     Lease,
     Message,
     NewExecution,
     Ownership,
+    QueueClaim,
+    QueueLimits,
     ScheduleRow,
     SequenceOccupied,
     Store,
@@ -132,6 +135,7 @@ class StoreConformance:
         self.store = self.make_store()
         self.flow_id = f"flow-{uuid.uuid4().hex[:12]}"
         self.known = Known({self.flow_id: 1})
+        self.queue = f"queue-{self.flow_id}"
         self._logs = 0
 
     def log(self, *, flow_id: str | None = None, name: str | None = None) -> Log:
@@ -1255,6 +1259,125 @@ class LeaseStoreConformance(StoreConformance):
         assert self.claim_ready(queues=["x"]) == []
         assert self.claim_ready(queues=[]) == []
         assert self.claim_ready() == [logs[0].id, logs[2].id]
+
+    def test_queues_can_be_left_out(self) -> None:
+        """A claim of all queues besides some takes nothing of those, however long they are and how high."""
+        kept = self.started(queue="b")
+        left = [self.started(queue=queue, priority=9) for queue in ("a", "c")]
+        claimed = self.store.claim_ready(
+            owner="me", token=7, ttl=60, limit=1, known=self.known, besides=["a", "c"]
+        )
+        assert [one.execution_id for one in claimed] == [kept.id]
+        assert sorted(self.claim_ready()) == sorted(log.id for log in left)
+
+    def test_of_one_priority_the_queue_whose_head_is_oldest_comes_first(self) -> None:
+        """A long queue keeps a short one waiting for no longer than it would its own."""
+        now = self.store.now()
+        long = [
+            self.started(Ownership("ready", at=now - timedelta(seconds=age)), queue="a") for age in (9, 8, 2)
+        ]
+        short = self.started(Ownership("ready", at=now - timedelta(seconds=5)), queue="b")
+        assert self.claim_ready(limit=2) == [long[0].id, long[1].id]
+        assert self.claim_ready(limit=1) == [short.id]
+        assert self.claim_ready() == [long[2].id]
+
+    # Queues with limits.
+
+    def claim_limited(self, limits: QueueLimits, *, limit: int = 100, token: int = 7) -> list[str]:
+        claimed = self.store.claim_limited(
+            self.queue, limits, owner="me", token=token, ttl=60, limit=limit, known=self.known
+        )
+        return [one.execution_id for one in claimed.claims]
+
+    def test_a_queue_has_so_many_held_and_no_more(self) -> None:
+        """Held by anybody, also under a lease that has ended; a park makes room, other queues take none."""
+        other = self.log()
+        self.store.append(other.start(held_by("somebody"), queue="other"))
+        logs = [self.started(queue=self.queue) for _ in range(5)]
+        first = self.claim_limited(QueueLimits(concurrency=3))
+        assert len(first) == 3
+        assert self.claim_limited(QueueLimits(concurrency=3)) == []
+        self.store.shift_clock(timedelta(seconds=61))
+        assert self.claim_limited(QueueLimits(concurrency=3)) == []
+        parked = next(log for log in logs if log.id == first[0])
+        self.store.append(parked.park(fence=1))
+        assert len(self.claim_limited(QueueLimits(concurrency=3))) == 1
+        assert len(self.claim_limited(QueueLimits())) == 1
+
+    def test_a_limited_claim_is_by_priority_and_takes_fences(self) -> None:
+        """It differs from another claim in its limits only."""
+        low, high = self.started(queue=self.queue), self.started(queue=self.queue, priority=3)
+        stranger = self.log(flow_id=f"{self.flow_id}-strange")
+        self.store.append(stranger.start(queue=self.queue, priority=9))
+        claimed = self.store.claim_limited(
+            self.queue, QueueLimits(concurrency=9), owner="me", token=7, ttl=60, limit=9, known=self.known
+        )
+        assert claimed == QueueClaim([Claimed(high.id, 7, 1), Claimed(low.id, 7, 1)])
+
+    def test_eight_claimers_never_hold_more_than_the_limit(self) -> None:
+        """All of them together; each execution is claimed once."""
+        logs = [self.started(queue=self.queue) for _ in range(30)]
+        shares = self.in_threads(
+            8, lambda number: self.claim_limited(QueueLimits(concurrency=7), limit=3, token=number + 1)
+        )
+        taken = [execution_id for share in shares for execution_id in share]
+        taken += self.claim_limited(QueueLimits(concurrency=7))
+        assert len(taken) == len(set(taken)) == 7
+        assert set(taken) <= {log.id for log in logs}
+
+    def test_eight_claimers_never_exceed_the_rate(self) -> None:
+        """What a second of rest has saved up is spent once, whoever spends it."""
+        for _ in range(30):
+            self.started(queue=self.queue)
+        limits = QueueLimits(rate=0.001)
+        shares = self.in_threads(8, lambda number: self.claim_limited(limits, limit=3, token=number + 1))
+        assert sum(map(len, shares)) == 1
+
+    def test_a_rate_admits_more_as_time_goes_by(self) -> None:
+        """A second's worth at once, then as many as the time that has passed; and it says when to look again."""
+        for _ in range(30):
+            self.started(queue=self.queue)
+        limits = QueueLimits(rate=0.01)
+
+        def claim() -> QueueClaim:
+            return self.store.claim_limited(
+                self.queue, limits, owner="me", token=7, ttl=60, limit=9, known=self.known
+            )
+
+        assert len(claim().claims) == 1
+        refused = claim()
+        assert refused.claims == []
+        assert refused.again_in is not None
+        assert 90 < refused.again_in <= 100
+        self.store.shift_clock(timedelta(seconds=refused.again_in))
+        assert len(claim().claims) == 1
+        self.store.shift_clock(timedelta(days=9))
+        assert len(self.claim_limited(QueueLimits(rate=10.0))) == 10
+
+    def test_a_queue_that_has_nothing_ready_asks_for_no_second_look(self) -> None:
+        """An exhausted rate is no reason to wake up for an empty queue."""
+        self.started(queue=self.queue)
+        assert len(self.claim_limited(QueueLimits(rate=0.01))) == 1
+        self.started(Ownership("ready", at=self.store.now() + timedelta(seconds=900)), queue=self.queue)
+        empty = self.store.claim_limited(
+            self.queue, QueueLimits(rate=0.01), owner="me", token=7, ttl=60, limit=9, known=self.known
+        )
+        assert empty == QueueClaim([])
+
+    def test_what_comes_next_is_known(self) -> None:
+        """The first timer and the first execution that is to be ready, of those that are not due yet."""
+        now, parked = self.store.now(), self.parked()
+        for seconds in (-50, 300, 400):
+            self.store.schedule(TimerRow(parked.id, now + timedelta(seconds=seconds)))
+        for seconds, queue in ((-50, "a"), (200, "b"), (150, "c"), (900, "a")):
+            self.started(Ownership("ready", at=now + timedelta(seconds=seconds)), queue=queue)
+        upcoming = self.store.upcoming()
+        assert now <= upcoming.now <= self.store.now()
+        assert upcoming.timer == now + timedelta(seconds=300)
+        assert upcoming.ready == now + timedelta(seconds=150)
+        assert self.store.upcoming(queues=["a"]).ready == now + timedelta(seconds=900)
+        assert self.store.upcoming(queues=["a", "b"]).ready == now + timedelta(seconds=200)
+        assert self.store.upcoming(queues=["z"]).ready is None
 
     def test_unknown_flows_are_left_out_before_the_limit(self) -> None:
         """So are versions above the highest that the node has."""

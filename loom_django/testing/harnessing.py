@@ -252,8 +252,8 @@ class Harness:
     def advance(self, to: timedelta | datetime) -> None:
         """Move the clock by a length or to an aware point in time, and let happen what falls due on the way.
 
-        Timers fire in the order of their times, and what they wake is run before the next one. What is ready
-        is run first. In a tool or a stub only the clock moves: so a call outlasts its ``timeout=``.
+        Timers fire, and delayed starts are run, in the order of their times; what a timer wakes is run before the
+        next one. What is ready is run first. In a tool or a stub only the clock moves: so a call outlasts its ``timeout=``.
 
         Raises:
             InvalidInputError: backwards, or a naive datetime.
@@ -263,15 +263,23 @@ class Harness:
             self._move_to(target)
             return
         self.run()
-        while not self._died and (due := self._engine.store.next_due()) is not None and due <= target:
-            self._move_to(due)
-            if not self._fire():
-                # A row that only another process can serve stands before the others: they are taken together.
-                self._move_to(target)
+        while not self._died:
+            timer, start = self._engine.store.next_due(), self._engine.store.upcoming().ready
+            if start is not None and start <= target and (timer is None or start < timer):
+                self._move_to(start)
+            elif timer is None or timer > target:
+                break
+            else:
+                self._move_to(timer)
                 if not self._fire():
-                    break
+                    # A row that only another process can serve stands before the others: they are taken together.
+                    self._move_to(target)
+                    if not self._fire():
+                        break
             self._drive()
         self._move_to(target)
+        if not self._died:
+            self._drive()  # what was to start behind such a row
 
     def _target(self, to: timedelta | datetime) -> datetime:
         if isinstance(to, timedelta):

@@ -18,6 +18,7 @@ from loom_django.engine.unwind import Unwind, Why
 from loom_django.kernel.state import Status
 from loom_django.models import Execution
 from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.testing import override_loom
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -58,6 +59,23 @@ def test_a_worker_that_runs_once_drives_executions_to_their_park_and_past_it(flo
     loom.store.shift_clock(timedelta(seconds=61))
     assert "1 executions claimed" in run("run_loom_worker", "--once")
     assert handle.result() == "w1:step"
+
+
+@override_loom(QUEUES={"mail": {"concurrency": 1}, "bank": {}})
+def test_a_worker_of_some_queues_leaves_the_others(flows: Any) -> None:
+    """--queues names what is served; a name that is not declared is exit code 2."""
+    loom.dispatcher = WorkerDispatcher()
+    mail, bank, plain = (flows.using(queue=queue).start() for queue in ("mail", "bank", None))
+    assert "2 executions claimed" in run("run_loom_worker", "--once", "--queues", "mail, bank")
+    assert (mail.status, bank.status, plain.status) == (
+        Status.SUSPENDED,
+        Status.SUSPENDED,
+        Status.PENDING,
+    )
+    with pytest.raises(CommandError, match="'post' is not declared") as refused:
+        run("run_loom_worker", "--once", "--queues", "mail,post")
+    assert refused.value.returncode == 2
+    assert "1 executions claimed" in run("run_loom_worker", "--once")
 
 
 def test_a_worker_without_timers_leaves_them_to_others(flows: Any) -> None:
@@ -177,6 +195,8 @@ def test_verify_finds_a_park_that_nothing_would_wake(flows: Any) -> None:
     [
         ("run_loom_worker", ["--concurrency", "0"]),
         ("run_loom_worker", ["--interval", "nan"]),
+        ("run_loom_worker", ["--queues", "default,"]),
+        ("run_loom_worker", ["--queues", "post"]),
         ("run_loom_timers", ["--limit", "-1"]),
         ("loom_recover", ["--stale-after", "soon"]),
     ],

@@ -104,6 +104,20 @@ def test_advance_runs_first_what_is_ready(loom_harness: Harness) -> None:
     assert handle.result() == [(began + HOUR).isoformat()]
 
 
+def test_advance_runs_delayed_starts_at_their_times(loom_harness: Harness) -> None:
+    """In order with the timers, whatever fires before and after."""
+    began = loom_harness.now
+    sleeper = sleeps.start("x", [2])
+    late = sleeps.using(start_at=began + HOUR).start("y", [2])
+    later = sleeps.using(start_at=began + 9 * HOUR).start("z", [1])
+    loom_harness.advance(4 * HOUR)
+    assert sleeper.result() == [(began + 2 * HOUR).isoformat()]
+    assert late.result() == [(began + 3 * HOUR).isoformat()]
+    assert later.status is Status.PENDING
+    loom_harness.advance(6 * HOUR)
+    assert later.result() == [(began + 10 * HOUR).isoformat()]
+
+
 def test_advance_to_a_point_in_time(loom_harness: Harness) -> None:
     """Any zone will do, and the clock tells UTC."""
     target = (loom_harness.now + 10 * HOUR).astimezone(ZoneInfo("Asia/Kolkata"))

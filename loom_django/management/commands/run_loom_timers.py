@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
 from loom_django import conf
-from loom_django.management.options import beat, log_to_console, positive_float, positive_int
+from loom_django.management.options import (
+    beat,
+    listening,
+    log_to_console,
+    positive_float,
+    positive_int,
+)
 from loom_django.runtime import loom
 from loom_django.services.dispatch import InlineDispatcher, TasksDispatcher
-from loom_django.services.loop import Loop, Service, stop_on_signals
-from loom_django.services.recovery import ReadyService, RecoveryService
+from loom_django.services.loop import Loop, Service, soonest, stop_on_signals
+from loom_django.services.notices import Listener, poll_interval
+from loom_django.services.recovery import LEFT_READY, ReadyService, RecoveryService
 from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import BATCH, TimerService
+from loom_django.stores.base import Store
 
 
 class Command(BaseCommand):
@@ -40,26 +49,50 @@ class Command(BaseCommand):
         engine = loom.engine
         service = TimerService(engine, lambda: loom.dispatcher, limit=options["limit"])
         services: list[Service] = [beat("timers"), service]
-        if not options["no_schedules"]:
-            services.append(ScheduleService(engine, lambda: loom.dispatcher))
-        if isinstance(loom.dispatcher, InlineDispatcher):
+        schedules = None if options["no_schedules"] else ScheduleService(engine, lambda: loom.dispatcher)
+        if schedules is not None:
+            services.append(schedules)
+        inline = isinstance(loom.dispatcher, InlineDispatcher)
+        if inline:
             services.append(ReadyService(loom))
         elif isinstance(loom.dispatcher, TasksDispatcher):
             services.append(RecoveryService(loom))  # beside task workers nothing else of loom's need run
         loop = Loop(
             services,
-            interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
+            interval=lambda: options["interval"] or poll_interval(conf.get_settings(), engine.store),
             after_turn=engine.store.close_old_connections,
             draw=engine.draw,
+            next_in=lambda: soonest(
+                next_in(engine.store, runs=inline), schedules.next_in() if schedules is not None else None
+            ),
         )
         if isinstance(loom.dispatcher, InlineDispatcher):
             loom.dispatcher.stop = loop.stop
         undo = stop_on_signals(loop.request_stop)
         try:
             if not options["once"]:
-                loop.run()
+                self._run(loop)
             elif not loop.run_once():
                 raise CommandError("the timers could not all be served; see the log", returncode=1)
         finally:
             undo()
         self.stdout.write(f"{service.fired} timers fired")
+
+    def _run(self, loop: Loop) -> None:
+        with listening(loom.store, loop) as listener:
+            loop.after_turn = lambda: self._after_turn(loop, listener)
+            loop.run()
+        if listener is not None and listener.broken:
+            raise CommandError("notices are not heard any more; this process ends", returncode=1)
+
+    def _after_turn(self, loop: Loop, listener: Listener | None) -> None:
+        loom.store.close_old_connections()
+        if listener is not None and listener.broken:
+            loop.request_stop()
+
+
+def next_in(store: Store, *, runs: bool) -> float | None:
+    """In how many seconds a timer is due, or something that this loop ``runs`` has been left ready; or None."""
+    upcoming = store.upcoming()
+    left = upcoming.ready + timedelta(seconds=LEFT_READY) if runs and upcoming.ready is not None else None
+    return soonest(upcoming.seconds_to(upcoming.timer), upcoming.seconds_to(left))

@@ -11,15 +11,23 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from loom_django import conf
-from loom_django.management.options import beat, log_to_console, positive_float, positive_int
+from loom_django.management.options import (
+    beat,
+    listening,
+    log_to_console,
+    names,
+    positive_float,
+    positive_int,
+)
 from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.leases import LeaseKeeper
-from loom_django.services.loop import Loop, Service, stop_on_signals
+from loom_django.services.loop import Loop, Service, soonest, stop_on_signals
+from loom_django.services.notices import Listener, poll_interval
 from loom_django.services.recovery import RecoveryService, hand_back
 from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import TimerService
-from loom_django.services.worker import WorkerService
+from loom_django.services.worker import WorkerService, next_in
 
 GRACE = 25.0
 
@@ -31,6 +39,9 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--queues", type=names, metavar="A,B", help="Serve these queues only (default: all of them)."
+        )
         parser.add_argument(
             "--concurrency", type=positive_int, help="Bodies at a time (default: LOOM['CONCURRENCY'])."
         )
@@ -55,29 +66,54 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console(self, options["verbosity"])
+        self._check_queues(options["queues"])
+        engine = loom.engine
         # What this process wakes or recovers is claimed like anything else, by this or another worker.
-        loom.dispatcher = WorkerDispatcher()
+        loom.dispatcher = WorkerDispatcher(engine.ring)
         worker = self._worker(options)
         loop = Loop(
             [beat("worker"), worker, *self._others(options)],
-            interval=lambda: options["interval"] or conf.get_settings().POLL_INTERVAL,
+            interval=lambda: options["interval"] or poll_interval(conf.get_settings(), engine.store),
             after_turn=lambda: self._after_turn(worker, loop),
-            draw=loom.engine.draw,
+            draw=engine.draw,
+            next_in=lambda: self._next_in(worker, timers=not options["no_timers"]),
             ready_file=options["ready_file"],
         )
-        worker.on_free = loop.wake.set
+        worker.on_free = lambda: self._on_free(loop, options)
         undo = stop_on_signals(lambda: self._request_stop(worker, loop))
         try:
-            fine = loop.run_once(busy=worker.stirred) if options["once"] else loop.run()
+            if options["once"]:
+                fine = loop.run_once(busy=worker.stirred)
+            else:
+                with listening(engine.store, loop) as self.listener:
+                    fine = loop.run()
             drained = worker.drain(options["grace"])
         finally:
             undo()
         self._end(worker, drained=drained, fine=fine)
 
+    listener: Listener | None = None
+    schedules: ScheduleService | None = None
+
+    def _next_in(self, worker: WorkerService, *, timers: bool) -> float | None:
+        schedules = self.schedules.next_in() if self.schedules is not None else None
+        return soonest(next_in(loom.store, worker, timers=timers), schedules)
+
+    def _check_queues(self, queues: list[str] | None) -> None:
+        declared = conf.get_settings().queues
+        unknown = [name for name in queues or () if name not in declared]
+        if unknown:
+            raise CommandError(
+                f"--queues: {', '.join(map(repr, unknown))} is not declared; LOOM['QUEUES'] has "
+                f"{', '.join(map(repr, declared))}",
+                returncode=2,
+            )
+
     def _worker(self, options: dict[str, Any]) -> WorkerService:
         return WorkerService(
             loom.engine,
             concurrency=options["concurrency"] or conf.get_settings().CONCURRENCY,
+            queues=options["queues"],
             max_executions=options["max_executions"],
         )
 
@@ -86,19 +122,34 @@ class Command(BaseCommand):
         if not options["no_timers"]:
             services.append(TimerService(loom.engine, lambda: loom.dispatcher))
         if not options["no_schedules"]:
-            services.append(ScheduleService(loom.engine, lambda: loom.dispatcher))
+            self.schedules = ScheduleService(loom.engine, lambda: loom.dispatcher)
+            services.append(self.schedules)
         if not options["no_recovery"]:
             services.append(RecoveryService(loom))
         return services
 
+    def _on_free(self, loop: Loop, options: dict[str, Any]) -> None:
+        loop.wake.set()
+        if options["no_timers"]:
+            loom.engine.ring()  # a body that has parked may have left a timer for another process's loop
+
     def _after_turn(self, worker: WorkerService, loop: Loop) -> None:
         loom.store.close_old_connections()
-        if worker.overrun or self._keeper_broken() or (worker.exhausted and not worker.running):
+        if self._broken(worker) or (worker.exhausted and not worker.running):
             loop.request_stop()
 
-    def _keeper_broken(self) -> bool:
+    def _broken(self, worker: WorkerService) -> str:
+        """Why this process cannot go on, or ''."""
         keeper = loom.engine.keeper
-        return isinstance(keeper, LeaseKeeper) and keeper.broken
+        if worker.overrun:
+            return "too many calls outlived their timeouts"
+        if isinstance(keeper, LeaseKeeper) and keeper.broken:
+            return "leases are not renewed any more"
+        if worker.broken:
+            return "a thread that runs bodies broke off"
+        if self.listener is not None and self.listener.broken:
+            return "notices are not heard any more"
+        return ""
 
     def _request_stop(self, worker: WorkerService, loop: Loop) -> None:
         worker.draining.set()
@@ -106,16 +157,17 @@ class Command(BaseCommand):
 
     def _end(self, worker: WorkerService, *, drained: bool, fine: bool) -> None:
         self.stdout.write(f"{worker.claimed} executions claimed")
+        broken = self._broken(worker)
         if not drained:
             # A thread that is still inside a step cannot be ended but by the process; what it held is handed
             # back before, so that nobody has to wait for its lease.
             self.stderr.write(f"{worker.running} steps outlived the grace time and are handed back")
             hand_back(loom, worker.held)
+            if broken:
+                self.stderr.write(f"{broken}; this process ends")
             sys.stdout.flush()
-            os._exit(0)
-        if worker.overrun:
-            raise CommandError("too many calls outlived their timeouts; this process ends", returncode=1)
-        if self._keeper_broken():
-            raise CommandError("leases are not renewed any more; this process ends", returncode=1)
+            os._exit(1 if broken else 0)
+        if broken:
+            raise CommandError(f"{broken}; this process ends", returncode=1)
         if not fine:
             raise CommandError("not everything could be served; see the log", returncode=1)
