@@ -4,10 +4,12 @@ from django.contrib import admin
 
 from loom_django.admin.executions import ExecutionAdmin
 from loom_django.admin.rows import LeaseAdmin, TimerAdmin
-from loom_django.models import Execution, Lease, Timer
+from loom_django.admin.schedules import ScheduleAdmin
+from loom_django.models import Execution, Lease, ScheduleState, Timer
 
-__all__ = ["ExecutionAdmin", "LeaseAdmin", "TimerAdmin"]
+__all__ = ["ExecutionAdmin", "LeaseAdmin", "ScheduleAdmin", "TimerAdmin"]
 
 admin.site.register(Execution, ExecutionAdmin)
 admin.site.register(Timer, TimerAdmin)
 admin.site.register(Lease, LeaseAdmin)
+admin.site.register(ScheduleState, ScheduleAdmin)

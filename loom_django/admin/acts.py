@@ -228,6 +228,7 @@ class ActView:
             execution=request.execution,
             view=self,
             form=form,
+            back=self.admin.execution_url(request.execution_id),
             **self.context(request),
         )
 
