@@ -18,11 +18,12 @@ from typing import Any
 from django.core.management import call_command
 from django.db import connections, transaction
 
-from loom_django import LoomError, loom
+from loom_django import LoomError, loom, schedule
 from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, TERMINAL_STATUSES
 from loom_django.models import Execution
 from loom_django.services.dispatch import TasksDispatcher, WorkerDispatcher
 from loom_django.services.recovery import recover_abandoned
+from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import TimerService
 from loom_django.tasks import run_task
 from tests.crash.stage import PATIENCE, stage
@@ -221,10 +222,43 @@ def start_in_a_fork(flow: str, first: str, second: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def declare_schedule(cron: str, **options: Any) -> str:
+    """A schedule of this process, "s"; it starts the flow "idle"."""
+    return schedule("s", flow="idle", cron=cron, args=[0], **options).id
+
+
+def look_at_schedules(
+    instants: list[str], *, skew: float = 0.0, folder: str | None = None, nodes: int = 1
+) -> int:
+    """Look at schedules at these instants of the store's clock, with a clock that is so many seconds ahead.
+
+    With a folder all nodes begin each look together. Returns how many executions this one started.
+    """
+    service = ScheduleService(loom.engine, lambda: loom.dispatcher)
+    for number, instant in enumerate(instants):
+        loom.store.shift_clock(datetime.fromisoformat(instant) - loom.store.now() + timedelta(seconds=skew))
+        if folder is not None:
+            _meet(Path(folder), number, nodes)
+        while service.tick():
+            pass
+    return service.started
+
+
+def _meet(folder: Path, number: int, nodes: int) -> None:
+    """Go on when all nodes have come to this point."""
+    (folder / f"met-{number}-{os.getpid()}").touch()
+    deadline = time.monotonic() + PATIENCE
+    while len(list(folder.glob(f"met-{number}-*"))) < nodes:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not all of {nodes} nodes have come to look {number}")
+        time.sleep(0.001)
+
+
 ACTS: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (
         start, start_until, command, enqueue, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
+        declare_schedule, look_at_schedules,
         recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, start_in_a_fork,
     )
 }  # fmt: skip
