@@ -15,7 +15,6 @@ from loom_django.definitions import Flow
 from loom_django.errors import OperatorDeniedError
 from loom_django.scheduling import schedules as declared
 from loom_django.services import schedules
-from loom_django.services.dispatch import Dispatcher, WorkerDispatcher
 from loom_django.services.operators import Act, Host, Operator, check_reason, hand_over
 from loom_django.stores.base import ScheduleRow
 
@@ -117,9 +116,8 @@ def trigger(
     execution_id = ""
     if not dry_run:
         engine.store.check_caller("the act trigger_schedule")
-        dispatcher: Dispatcher = loom.dispatcher if over.runs == "here" else WorkerDispatcher()
         started = schedules.trigger(
-            engine, dispatcher, schedule_id, reason=reason.strip(), principal=operator.name
+            engine, over.dispatcher, schedule_id, reason=reason.strip(), principal=operator.name
         )
         execution_id = started.execution_id
         _announce(operator, "trigger", schedule_id, reason)

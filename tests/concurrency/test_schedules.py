@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from django.db import connection
@@ -75,7 +76,7 @@ def test_four_nodes_with_clocks_that_disagree(lab: Lab):
 def test_of_overlapping_runs_eight_nodes_start_one(lab: Lab):
     """All judge the overlap of one occurrence at the same moment; what was started is skipped by none."""
     looks = every(30, of=8)
-    acts = [
+    acts: list[Any] = [
         ("declare_schedule", ["* * * * *"], {"overlap": "skip"}),
         ("look_at_schedules", [looks], {"folder": str(lab.folder), "nodes": 8}),
     ]
@@ -92,7 +93,7 @@ def test_of_overlapping_runs_eight_nodes_start_one(lab: Lab):
 def test_a_node_that_dies_in_the_middle_has_decided_nothing(lab: Lab):
     """Killed between the move of the mark and the start: the next node does both, once."""
     looks = every(31, of=2)
-    acts = [("declare_schedule", ["* * * * *"], {}), ("look_at_schedules", [looks], {})]
+    acts: list[Any] = [("declare_schedule", ["* * * * *"], {}), ("look_at_schedules", [looks], {})]
     node = lab.spawn_acts(acts, points=[("append", "EXECUTION_STARTED", 1, "die")])
     assert node.wait() == KILLED
     assert ScheduleState.objects.get().decided_until < START
@@ -109,7 +110,7 @@ def test_a_node_that_dies_in_the_middle_has_decided_nothing(lab: Lab):
 def test_occurrences_are_the_same_in_every_zone(lab: Lab, time_zone: str, process: str):
     """The zone of the project and that of the process are no schedule's."""
     env = {"LOOM_TEST_TIME_ZONE": time_zone, "TZ": process}
-    acts = [("declare_schedule", ["* * * * *"], {}), ("look_at_schedules", [every(30, of=7)], {})]
+    acts: list[Any] = [("declare_schedule", ["* * * * *"], {}), ("look_at_schedules", [every(30, of=7)], {})]
     node = lab.spawn_acts(acts, env=env, fresh=True)
     assert node.wait() == 0, node.log
     assert occurrences() == [START + number * MINUTE for number in range(3)]
@@ -118,7 +119,7 @@ def test_occurrences_are_the_same_in_every_zone(lab: Lab, time_zone: str, proces
 @pytest.mark.parametrize("command", ["run_loom_worker", "run_loom_timers"])
 def test_the_commands_carry_schedules(lab: Lab, command: str):
     """Worker and timer loop start what is due; with --no-schedules they leave it to others."""
-    declared = ("declare_schedule", ["* * * * *"], {})
+    declared: Any = ("declare_schedule", ["* * * * *"], {})
     begin, due = START - 30 * SECOND, START + 5 * SECOND
     lab.spawn_acts([declared, ("look_at_schedules", [[begin.isoformat()]], {})]).wait()
     shift = (due - datetime.now(UTC)).total_seconds()
@@ -131,7 +132,7 @@ def test_the_commands_carry_schedules(lab: Lab, command: str):
 @only_postgresql
 def test_a_loop_whose_connections_are_cut_starts_the_next_occurrence(lab: Lab):
     """The network fails for a moment under a running service; it comes back by itself, and loses nothing."""
-    declared = ("declare_schedule", ["* * * * *"], {})
+    declared: Any = ("declare_schedule", ["* * * * *"], {})
     now = datetime.now(UTC)
     # The next occurrence is three seconds ahead of the clock that these processes see.
     shift = (START - 3 * SECOND - now).total_seconds()
