@@ -10,7 +10,7 @@ import inspect
 import io
 import types
 import typing
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from typing import Any, Final
@@ -18,6 +18,7 @@ from typing import Any, Final
 from django.conf import settings
 from django.core import checks
 from django.core.checks import CheckMessage
+from django.core.exceptions import ImproperlyConfigured
 from django.core.files.base import File
 from django.db import connections, router
 from django.db.models import Manager, Model, QuerySet
@@ -410,6 +411,13 @@ def _check_schedule(schedule: Schedule) -> Iterator[CheckMessage]:
                 hint="Name the flow by its id, or the version that takes new starts.",
                 id="loom.E011",
             )
+    queues = _queues()
+    if schedule.queue is not None and queues is not None and schedule.queue not in queues:
+        yield checks.Error(
+            f'The schedule "{schedule.id}" names the queue "{schedule.queue}", which is not declared.',
+            hint=f'Add it to LOOM["QUEUES"]; it has {", ".join(sorted(queues))}.',
+            id="loom.E011",
+        )
     if not schedule.zone_was_given and settings.TIME_ZONE != "UTC":
         yield checks.Warning(
             f'The schedule "{schedule.id}" names no time_zone, so "{schedule.cron}" is read in UTC, while '
@@ -417,6 +425,14 @@ def _check_schedule(schedule: Schedule) -> Iterator[CheckMessage]:
             hint=f'Say which is meant: time_zone="{settings.TIME_ZONE}" or time_zone="UTC".',
             id="loom.W030",
         )
+
+
+def _queues() -> Collection[str] | None:
+    """The names of the declared queues; None if the settings cannot be read, which another check says."""
+    try:
+        return conf.get_settings().queues
+    except ImproperlyConfigured:
+        return None
 
 
 # Advice for production.

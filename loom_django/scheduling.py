@@ -51,7 +51,7 @@ class Schedule:
     Attributes:
         id: of the schedule; the executions are called ``{id}@{milliseconds since the epoch}``.
         flow_id: of the flow. cron, time_zone: as declared.
-        catch_up, catch_up_limit, overlap: its policies.
+        catch_up, catch_up_limit, overlap: its policies. queue: of its runs; None leaves it to the flow.
     """
 
     id: str
@@ -61,6 +61,7 @@ class Schedule:
     catch_up: CatchUp
     catch_up_limit: int
     overlap: Overlap
+    queue: str | None
     zone_was_given: bool = field(repr=False)
     _flow: Flow[..., Any] | None = field(repr=False)
     _given: tuple[str, str] = field(repr=False)  # args and kwargs, in the codec's form
@@ -96,12 +97,13 @@ class Schedule:
         return cron.following(self._parsed, self._zone, after, count)
 
     def flow(self) -> Flow[..., Any]:
-        """The flow to start now: the declared one, else the version that a start by id takes.
+        """The flow to start now, with its options: the declared one, else the version that a start by id takes.
 
         Raises:
             FlowNotFoundError: no such flow is registered here.
         """
-        return self._flow if self._flow is not None else registry.current(self.flow_id)
+        flow = self._flow if self._flow is not None else registry.current(self.flow_id)
+        return flow if self.queue is None else flow.using(queue=self.queue)
 
     def bound(self, flow: Flow[..., Any]) -> dict[str, Any]:
         """The declared arguments by parameter name; values of the caller's own.
@@ -117,7 +119,7 @@ class Schedule:
         """What makes two declarations the same."""
         version = None if self._flow is None else self._flow.version
         given = tuple(codec.canonical(codec.loads(text)) for text in self._given)
-        policies = (self.catch_up, self.catch_up_limit, self.overlap)
+        policies = (self.catch_up, self.catch_up_limit, self.overlap, self.queue)
         return (self.flow_id, version, self.cron, self.time_zone, *given, *policies)
 
 
@@ -133,6 +135,7 @@ def schedule(
     catch_up: CatchUp = "skip",
     catch_up_limit: int = 100,
     overlap: Overlap = "allow",
+    queue: str | None = None,
 ) -> Schedule:
     """Declare a schedule: the flow is started at each time that the expression names on the zone's wall clock.
 
@@ -148,6 +151,7 @@ def schedule(
             ``"latest"`` the newest one, ``"all"`` each, up to ``catch_up_limit``.
         catch_up_limit: the most that ``"all"`` starts at a time, the newest; an int from 1 to 1000.
         overlap: ``"skip"`` leaves an occurrence out while the newest run of the schedule has not ended.
+        queue: one of ``LOOM["QUEUES"]``, for its runs.
 
     Raises:
         ScheduleDefinitionError: with the field that cannot work, or an id that is taken by another schedule.
@@ -163,6 +167,7 @@ def schedule(
         catch_up=_one_of(id, "catch_up", catch_up, ("skip", "latest", "all")),
         catch_up_limit=_limit(id, catch_up_limit),
         overlap=_one_of(id, "overlap", overlap, ("allow", "skip")),
+        queue=_queue(id, queue),
         zone_was_given=not isinstance(time_zone, _Default),
         _flow=flow if isinstance(flow, Flow) else None,
         _given=_encoded(id, args, kwargs),
@@ -188,18 +193,35 @@ def _check_id(id: object) -> None:
 
 def _flow_id(id: str, flow: object) -> str:
     if isinstance(flow, Flow):
-        if flow.options.execution_id is not None:
-            raise ScheduleDefinitionError(
-                id,
-                "flow",
-                flow.options.execution_id,
-                "is an execution id, but each occurrence has its own: leave it out",
-            )
+        _check_options(id, flow)
         return flow.id
     try:
         return keys.check_id(flow, "flow id")
     except InvalidIdError as exc:
         raise ScheduleDefinitionError(id, "flow", flow, "is neither a flow nor a flow's id") from exc
+
+
+def _check_options(id: str, flow: Flow[..., Any]) -> None:
+    """Refuse what can be meant for one execution only."""
+    options = flow.options
+    once = {"execution_id": options.execution_id, "start_at": options.start_at}
+    if isinstance(options.deadline, datetime):
+        once["deadline"] = options.deadline
+    for name, value in once.items():
+        if value is not None:
+            raise ScheduleDefinitionError(
+                id,
+                "flow",
+                value,
+                f"is given as {name}= of using(), but each occurrence has its own: leave it out",
+            )
+
+
+def _queue(id: str, name: object) -> str | None:
+    try:
+        return None if name is None else keys.check_text(name, "queue", keys.MAX_QUEUE_NAME)
+    except InvalidInputError as exc:
+        raise ScheduleDefinitionError(id, "queue", name, "is no name of a queue") from exc
 
 
 def _parsed(id: str, text: object) -> Cron:
@@ -298,7 +320,8 @@ class Schedules:
 
 
 _CONTENT: Final = (
-    "flow", "version", "cron", "time_zone", "args", "kwargs", "catch_up", "catch_up_limit", "overlap"
+    "flow", "version", "cron", "time_zone", "args", "kwargs", "catch_up", "catch_up_limit", "overlap",
+    "queue",
 )  # fmt: skip
 
 

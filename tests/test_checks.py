@@ -482,6 +482,14 @@ def test_e011_a_pinned_version_starts_nothing():
     assert "pinned" in found()["loom.E011"].msg
 
 
+def test_e011_the_queue_is_declared(settings, audit):
+    """A run on another one would be refused at half past three."""
+    schedule("nightly", flow=audit, cron="30 3 * * *", args=["all"], queue="slow")
+    assert 'queue "slow"' in found()["loom.E011"].msg
+    settings.LOOM = {"QUEUES": {"slow": {}}}
+    assert found() == {}
+
+
 def test_e011_spares_what_fits(audit):
     """By the flow or by its id."""
     schedule("a", flow=audit, cron="30 3 * * *", args=["all"])

@@ -51,6 +51,7 @@ def nightly(**options: Any) -> Schedule:
         ({"args": [open]}, "args", "cannot be recorded"),
         ({"catch_up": "newest"}, "catch_up", "must be one of 'skip', 'latest', 'all'"),
         ({"overlap": None}, "overlap", "must be one of 'allow', 'skip'"),
+        ({"queue": 7}, "queue", "no name of a queue"),
         ({"catch_up_limit": 0}, "catch_up_limit", "from 1 to 1000"),
         ({"catch_up_limit": True}, "catch_up_limit", "from 1 to 1000"),
         ({"catch_up_limit": 1001}, "catch_up_limit", "from 1 to 1000"),
@@ -81,10 +82,21 @@ def test_a_flow_by_its_id_may_come_later():
     assert nightly(flow="later").flow_id == "later"
 
 
-def test_an_execution_id_of_its_own_makes_no_schedule(audit):
-    """Every occurrence would be the same execution."""
-    with pytest.raises(ScheduleDefinitionError, match="each occurrence has its own"):
-        nightly(flow=audit.using(execution_id="x"), args=["all"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"execution_id": "x"},
+        {"start_at": datetime(2030, 1, 1, tzinfo=UTC)},
+        {"deadline": datetime(2030, 1, 1, tzinfo=UTC)},
+    ],
+)
+def test_options_of_one_execution_make_no_schedule(audit, options):
+    """Every occurrence would be the same execution, or begin or end at the same moment."""
+    with pytest.raises(
+        ScheduleDefinitionError, match=f"as {next(iter(options))}= .* each occurrence has its own"
+    ):
+        nightly(flow=audit.using(**options), args=["all"])
+    assert nightly(flow=audit.using(deadline=60, priority=3), args=["all"]).flow().options.priority == 3
 
 
 @pytest.mark.parametrize("id", ["", "a\nb", 5, "x" * 201])
@@ -112,6 +124,7 @@ def test_the_same_declaration_again_is_quiet(audit):
         ({"catch_up": "all"}, "catch_up"),
         ({"catch_up_limit": 7}, "catch_up_limit"),
         ({"overlap": "skip"}, "overlap"),
+        ({"queue": "slow"}, "queue"),
     ],
 )
 def test_another_declaration_under_the_same_id_is_refused(options, field):

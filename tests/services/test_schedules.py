@@ -556,17 +556,26 @@ def test_a_schedule_that_vanished_can_be_paused_and_not_triggered(world: World) 
 
 
 def test_options_of_the_flow_go_with_each_run(world: World) -> None:
-    """``using`` gives a schedule's runs their priority and attributes."""
+    """``using`` gives a schedule's runs their priority and attributes, and the schedule its queue."""
+    settings = replace(world.engine.settings(), QUEUES={"slow": {}})
+    world.engine.settings = lambda: settings
 
     @flow("f")
     def body(ctx: FlowContext) -> Any:
         return ctx.attributes
 
-    made: Schedule = schedule("s", flow=body.using(attributes={"a": 1}, priority=7), cron="0 * * * *")
+    made: Schedule = schedule(
+        "s", flow=body.using(attributes={"a": 1}, priority=7), cron="0 * * * *", queue="slow"
+    )
     node = Node(world)
     go_to(world, MONDAY)
     node.look()
     go_to(world, MONDAY + HOUR + SECOND)
     node.look()
 
-    assert world.loom.handle(execution_id_of(made.id, MONDAY + HOUR)).result() == {"a": 1}
+    handle = world.loom.handle(execution_id_of(made.id, MONDAY + HOUR))
+    assert handle.result() == {"a": 1}
+    assert {name: world.state(handle).options[name] for name in ("queue", "priority")} == {
+        "queue": "slow",
+        "priority": 7,
+    }
