@@ -10,10 +10,12 @@ import time
 from datetime import timedelta
 from decimal import Decimal
 
+from django.db.models import Sum
+
 from example_project.provider import client
 from example_project.provider.client import ProviderSilent, ProviderUnreachable
 from example_project.shop.models import Booking, Order, Product
-from loom_django import FlowContext, RetryPolicy, StepContext, StepFailed, WaitTimedOut, flow, tool
+from loom_django import FlowContext, RetryPolicy, StepContext, StepFailed, WaitTimedOut, flow, schedule, tool
 
 # Above this, a person has to look at an order first.
 APPROVAL_FROM = Decimal(500)
@@ -88,3 +90,19 @@ def count_shelf(ctx: StepContext, product_id: int, seconds: float) -> int:
 @flow("stocktaking", steps=[count_shelf])
 def stocktaking(ctx: FlowContext, product_id: int, seconds: float) -> int:
     return ctx.run(count_shelf, product_id, seconds)
+
+
+@tool(idempotent=True)
+def add_up_bookings(ctx: StepContext) -> Decimal:
+    return Booking.objects.aggregate(total=Sum("amount"))["total"] or Decimal(0)
+
+
+@flow("yearly-accounts", steps=[add_up_bookings])
+def yearly_accounts(ctx: FlowContext) -> Decimal:
+    return ctx.run(add_up_bookings)
+
+
+# Once a year, by the wall clock of the shop. If nobody was there on New Year's morning, as soon as somebody is.
+schedule(
+    "yearly-accounts", flow=yearly_accounts, cron="0 3 1 1 *", time_zone="Europe/Berlin", catch_up="latest"
+)

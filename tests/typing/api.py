@@ -3,7 +3,7 @@ expected (``type: ignore[code]``) but does not come is an error itself."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import Any, assert_type
 
@@ -13,10 +13,12 @@ from loom_django import (
     FlowContext,
     Handle,
     RetryPolicy,
+    Schedule,
     StepContext,
     Tool,
     flow,
     loom,
+    schedule,
     tool,
 )
 
@@ -72,6 +74,17 @@ def starts() -> None:
     order(1)  # type: ignore[operator]
     loom.resolve("o1", "charge", "retry_fresh")  # type: ignore[arg-type]
     loom.resolve("o1", "charge", "completed-with-result", output=None)
+
+
+def schedules() -> None:
+    nightly = schedule("nightly", flow=order, cron="30 3 * * *", args=(1,), catch_up="latest")
+    assert_type(nightly, Schedule)
+    assert_type(nightly.occurrences(datetime.min, datetime.max), list[datetime])
+    assert_type(loom.pause_schedule("nightly", reason="r"), bool)
+    assert_type(loom.trigger_schedule("nightly", reason="r"), Handle[Any])
+    schedule("nightly", flow=order, cron="30 3 * * *", overlap="wait")  # type: ignore[arg-type]
+    schedule("nightly", flow=order)  # type: ignore[call-arg]
+    loom.pause_schedule("nightly")  # type: ignore[call-arg]
 
 
 result_of_order: Flow[..., str] = order
