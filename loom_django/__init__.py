@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loom_django.definitions import Flow, Step, Tool, flow, tool
+from loom_django.definitions import Flow, Outcome, Step, Tool, flow, tool
 from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
 from loom_django.errors import (
     EffectInDoubt,
@@ -39,6 +39,7 @@ __all__ = [
     "FlowContext",
     "Handle",
     "LoomError",
+    "Outcome",
     "ResultTimeoutError",
     "ResumeRefusedError",
     "RetryPolicy",

@@ -14,6 +14,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import (
     TYPE_CHECKING,
@@ -126,6 +127,15 @@ class Step(Generic[R_co]):
         self.tool = tool
         self.args = args
         self.kwargs = dict(kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a branch or a child ended: with ``value``, or with ``error``."""
+
+    ok: bool
+    value: Any = None
+    error: Exception | None = None
 
 
 def _classes(given: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:

@@ -17,8 +17,8 @@ from loom_django.definitions import Flow, registry
 from loom_django.engine import answers
 from loom_django.engine.answers import MISSING, Resolution
 from loom_django.engine.core import Engine, from_micros
+from loom_django.engine.drive import in_body
 from loom_django.engine.outside import Appended
-from loom_django.engine.run import in_body
 from loom_django.engine.start import start
 from loom_django.errors import (
     ContextMisuseError,

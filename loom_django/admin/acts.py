@@ -410,7 +410,7 @@ class ResumeView(ActView):
 
 
 def _last_answer(page: ExecutionPage) -> str:
-    answered = [wait for wait in page.state.waits.values() if not wait.pending and not is_reserved(wait.on)]
+    answered = [wait for wait in page.state.waits.values() if wait.answered and not is_reserved(wait.on)]
     if not answered:
         return ""
     last = answered[-1]

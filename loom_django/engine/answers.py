@@ -62,7 +62,8 @@ Judge = Callable[[Fold], None]
 
 
 class _BodyRuns(Exception):
-    """The wait that is answered is pending, and the body runs: another wait of its park was answered."""
+    """The wait that is answered is pending, and no park holds it: another wait of its park was answered, and
+    the body runs, or stands before a gate."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ def _answer(
     reason: str | None,
     ownership: Ownership,
 ) -> Landing:
-    if journal.fold.status != Status.SUSPENDED:
+    if wait.id not in journal.fold.park_waits:
         raise _BodyRuns(journal, wait, (event_type, text, principal, reason))
     fields = {
         "wait": wait.id,
@@ -271,7 +272,7 @@ def _waits_for(fold: Fold, event_type: str) -> str:
 
 
 def _answered_before(fold: Fold, event_type: str) -> str:
-    answered = [wait for wait in fold.waits.values() if wait.on == event_type and not wait.pending]
+    answered = [wait for wait in fold.waits.values() if wait.on == event_type and wait.answered]
     if not answered:
         return ""
     last = answered[-1]
@@ -417,7 +418,7 @@ def _last_verdict(fold: Fold, step_id: str) -> Wait | None:
     given = [
         wait
         for wait in fold.waits.values()
-        if wait.on == ON_VERDICT and wait.correlation_key == step_id and not wait.pending
+        if wait.on == ON_VERDICT and wait.correlation_key == step_id and wait.answered
     ]
     return given[-1] if given else None
 

@@ -13,6 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
@@ -25,7 +26,7 @@ from loom_django.definitions import Flow, Tool
 from loom_django.engine import kept, steps
 from loom_django.engine.core import Engine, from_micros, to_micros
 from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts
-from loom_django.engine.drive import Driver, Invoke, Io, Outcome, Steps
+from loom_django.engine.drive import Driver, Enter, Invoke, Io, Outcome, Steps
 from loom_django.engine.journal import LOST, Journal
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
@@ -60,24 +61,64 @@ DEFERRED_EVENTS: Final = 100
 DEFERRED_MICROS: Final = 1_000_000
 
 
-class Body:
-    """The state of one body run, shared by the flow's context and the rules of steps."""
+@dataclass
+class Shared:
+    """What the branches of one body run have in common."""
 
-    def __init__(self, engine: Engine, journal: Journal, flow: Flow[..., Any], driver: Driver) -> None:
+    unserved: int
+    sealed: Unwind | None = None
+    misuse: BaseException | None = None
+    landed_once: bool = False
+    asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # by step: where, and the branch's path
+    drivers: list[Driver] = field(default_factory=list)
+
+
+class Body:
+    """The state of one body run, or of one of its parallel branches; what contexts and steps stand on.
+
+    ``path`` is the scope that it runs in: "" for the body itself.
+    """
+
+    path = ""
+
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        flow: Flow[..., Any],
+        driver: Driver,
+        shared: Shared | None = None,
+    ) -> None:
         self.engine = engine
         self.journal = journal
         self.flow = flow
         self.driver = driver
         self.settings: LoomSettings = engine.settings()
-        self.sealed: Unwind | None = None
-        self.misuse: BaseException | None = None
+        self.shared = shared or Shared(_recorded_facts(journal))
+        self.shared.drivers.append(driver)
         self.clock = journal.fold.started_at
         self.thread = threading.get_ident()
-        self.landed_once = False
+        self.joined = False  # while its branches run
+        self.line: str | None = None  # of the call in hand, where its stack is another thread's
         self.unawaited: dict[int, str] = {}
-        self._asked: dict[str, str] = {}
         self._counts: dict[str, int] = {}
-        self._unserved = _recorded_facts(journal)
+
+    @property
+    def sealed(self) -> Unwind | None:
+        """Why this body goes no further."""
+        return self.shared.sealed
+
+    @sealed.setter
+    def sealed(self, unwind: Unwind | None) -> None:
+        self.shared.sealed = unwind
+
+    @property
+    def misuse(self) -> BaseException | None:
+        return self.shared.misuse
+
+    @misuse.setter
+    def misuse(self, error: BaseException | None) -> None:
+        self.shared.misuse = error
 
     # Entering and leaving.
 
@@ -87,7 +128,7 @@ class Body:
 
     @property
     def is_replaying(self) -> bool:
-        return self._unserved > 0
+        return self.shared.unserved > 0
 
     def enter(self, what: str) -> None:
         """Admit a call of the context, or say why not.
@@ -97,6 +138,8 @@ class Body:
             OpenTransactionError: inside an open atomic block.
             Unwind: the body was stopped, and went on.
         """
+        if self.path:
+            self.line = source_line()  # a branch's rules run in another thread, on another stack
         if self.driver.closed:
             raise Unwind(Why.INTERRUPTED)  # the body has ended; this is what it left running
         if self.sealed is not None:
@@ -107,7 +150,13 @@ class Body:
             self.refuse(
                 ContextMisuseError(
                     f"ctx.{what} was called in another thread than the flow's; the order of its calls would be "
-                    f"left to chance. Use threads inside one tool."
+                    f"left to chance. Use ctx.parallel, or threads inside one tool."
+                )
+            )
+        if self.joined:
+            self.refuse(
+                ContextMisuseError(
+                    f"ctx.{what} was called in a branch on the ctx around it: use the ctx that the branch is given"
                 )
             )
         self.check_task(what)
@@ -133,8 +182,8 @@ class Body:
         self.refuse(
             ContextMisuseError(
                 f"ctx.{what} was called in another task or thread than the flow's (asyncio.gather, create_task, "
-                f"a task group); the order of its calls would be left to chance. Threads and tasks belong "
-                f"inside one tool."
+                f"a task group); the order of its calls would be left to chance. Use ctx.parallel; other "
+                f"threads and tasks belong inside one tool."
             )
         )
 
@@ -146,16 +195,25 @@ class Body:
 
     def seal(self, why: Why, cause: BaseException | None = None) -> Unwind:
         """Stop the body at its next call; called from other threads too."""
-        if self.sealed is None:
-            self.sealed = Unwind(why, cause)
+        if self.shared.sealed is None:
+            self.shared.sealed = Unwind(why, cause)
         if why is Why.LOST:
-            self.driver.interrupt()
-        return self.sealed
+            for driver in tuple(self.shared.drivers):
+                driver.interrupt()
+        return self.shared.sealed
 
     def raise_seal(self) -> None:
         """Leave the body if it has been stopped."""
         if self.sealed is not None:
             raise self.sealed
+
+    def begin_live(self) -> None:
+        """Leave the body if it may do nothing that the log does not hold."""
+        self.raise_seal()
+
+    def branch(self, path: str, driver: Driver) -> BranchBody:
+        """A body for a parallel branch of this one."""
+        return BranchBody(self, path, driver)
 
     def lose(self) -> None:
         """The lease is another's: stop at the next call."""
@@ -183,7 +241,7 @@ class Body:
             raise self.seal(Why.LOST, exc) from exc
         except Exception as exc:
             raise self.seal(Why.STORE, exc) from exc
-        self.landed_once = True
+        self.shared.landed_once = True
 
     def ask_store(self, call: Callable[[], T]) -> T:
         """Read from the store; a flow is not to take a database's outage for an outcome."""
@@ -206,19 +264,19 @@ class Body:
     def may_defer(self) -> bool:
         """True if a boundary may wait under ``durability="deferred"``."""
         kept = self.journal.kept
-        if not self.deferred or not self.landed_once or not kept:
+        if not self.deferred or not self.shared.landed_once or not kept:
             return False
         age = self.journal.stamp() - kept[0].data["at"]
         return len(kept) < DEFERRED_EVENTS and age < DEFERRED_MICROS
 
     def served(self, at: int) -> None:
         """Move the body's clock to a fact that it has consumed."""
-        self._unserved -= 1
+        self.shared.unserved -= 1
         self.clock = max(self.clock, at)
 
     def did(self, at: int) -> None:
         """Move the body's clock to a fact that it has made; it replays no longer."""
-        self._unserved = 0
+        self.shared.unserved = 0
         self.clock = max(self.clock, at)
 
     # Names.
@@ -230,10 +288,21 @@ class Body:
 
     def ask(self, step_id: str, how: str) -> None:
         """Note that a step is asked for; an id may be asked for once in a run."""
-        line = f"{source_line()} {how}"
-        if step_id in self._asked:
-            self.refuse(DuplicateStepError(step_id, self._asked[step_id], line))
-        self._asked[step_id] = line
+        line = f"{self.where()} {how}"
+        asked = self.shared.asked
+        if step_id in asked:
+            self.refuse(DuplicateStepError(step_id, asked[step_id][0], line))
+        asked[step_id] = (line, self.path)
+
+    def where(self) -> str:
+        """The flow's line that asked."""
+        return self.line or source_line()
+
+    def mint(self, kind: str, name: str = "") -> str:
+        """The next identity of that kind in this scope, from names and counts alone."""
+        number = self.count(f"{kind}:{name}")
+        scope = f"[{self.path}]" if self.path else ""
+        return f"{kind}{scope}:{name}#{number}" if name else f"{kind}{scope}#{number}"
 
     def undeclared(self, step_id: str, instead: str = "") -> NoReturn:
         self.refuse(UndeclaredStepError(step_id, self.flow.id, list(self.flow.steps), instead))
@@ -241,42 +310,42 @@ class Body:
     # What a flow asks for. Each is a generator of commands.
 
     def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        self.enter("run")
+        yield Enter(partial(self.enter, "run"))
         step_id = steps.id_for(self, tool)
         return (yield from steps.perform(self, step_id, tool, args, kwargs))
 
     def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        self.enter("run_step")
+        yield Enter(partial(self.enter, "run_step"))
         tool = steps.tool_of(self, step_id)
         self.ask(step_id, "by its id")
         return (yield from steps.perform(self, step_id, tool, args, kwargs))
 
     def suspend(self, on: str, correlation_key: str | None, timeout: Duration | None) -> Steps[Any]:
-        self.enter("suspend")
-        self._checked(lambda: keys.check_id(on, "name of a wait"))
+        yield Enter(partial(self.enter, "suspend"))
+        self.checked(lambda: keys.check_id(on, "name of a wait"))
         if is_reserved(on):
             self.refuse(
                 InvalidInputError(f"a flow cannot wait on {on!r}: that name is reserved, take another")
             )
         if correlation_key is not None:
-            self._checked(lambda: keys.check_id(correlation_key, "correlation key"))
-        wait_id = f"wait:{on}#{self.count(f'wait:{on}')}"
+            self.checked(lambda: keys.check_id(correlation_key, "correlation key"))
+        wait_id = self.mint("wait", on)
         wait = self._find_wait(wait_id)
         if wait is None:
             yield from self._park(Wait(wait_id, on, correlation_key, self._timeout_at(timeout)))
             raise AssertionError("a first park does not return")
-        if wait.pending:
+        if not wait.answered:
             wait = yield from self.wait_again(wait, "waiting")
             return self._take(wait, live=True)
         return self._take(wait)
 
     def sleep(self, duration: Duration) -> Steps[None]:
-        self.enter("sleep")
-        length = self._checked(lambda: seconds(duration, "duration of a sleep"))
+        yield Enter(partial(self.enter, "sleep"))
+        length = self.checked(lambda: seconds(duration, "duration of a sleep"))
         yield from self._sleep_until(self.journal.stamp() + round(length * 1_000_000), always=length > 0)
 
     def sleep_until(self, when: datetime) -> Steps[None]:
-        self.enter("sleep_until")
+        yield Enter(partial(self.enter, "sleep_until"))
         if not is_aware(when):
             self.refuse(
                 InvalidInputError(
@@ -286,22 +355,23 @@ class Body:
         yield from self._sleep_until(to_micros(when), always=False)
 
     def _sleep_until(self, wake_at: int, *, always: bool) -> Steps[None]:
-        wait_id = f"sleep#{self.count('sleep')}"
+        wait_id = self.mint("sleep")
         wait = self._find_wait(wait_id)
         if wait is None and not always and wake_at <= self.journal.stamp():
             return
-        if wait is None or wait.pending:
+        if wait is None or not wait.answered:
             yield from self._park(Wait(wait_id, ON_TIMER, None, wait.wake_at if wait else wake_at))
             raise AssertionError("a park does not return")
         self.served(wait.answered_at)
 
     def receive(self, name: str, timeout: Duration | None) -> Steps[Any]:
-        self.enter("receive")
-        self._checked(lambda: keys.check_id(name, "name of a message"))
-        wait_id = f"message:{name}#{self.count(f'message:{name}')}"
+        yield Enter(partial(self.enter, "receive"))
+        self.checked(lambda: keys.check_id(name, "name of a message"))
+        wait_id = self.mint("message", name)
         wait = self._find_wait(wait_id)
-        if wait is not None and not wait.pending:
+        if wait is not None and wait.answered:
             return self._take(wait)
+        self.begin_live()
         wake_at = wait.wake_at if wait else self._timeout_at(timeout)
         while True:
             wakes = yield Io(self._wakes)
@@ -315,6 +385,7 @@ class Body:
 
     def wait_again(self, wait: Wait, reason: str) -> Steps[Wait]:
         """Take the answer that was kept for a wait of an earlier park, or park on that wait again."""
+        self.begin_live()
         while True:
             wakes = yield Io(self._wakes)
             if (yield Io(lambda: self._take_kept(wait))):
@@ -348,8 +419,10 @@ class Body:
         return False
 
     def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
-        self.enter("decide")
-        self._checked(lambda: keys.check_id(decision_id, "decision id"))
+        yield Enter(partial(self.enter, "decide"))
+        self.checked(lambda: keys.check_id(decision_id, "decision id"))
+        if is_reserved(decision_id):
+            self.refuse(InvalidInputError(f"{decision_id!r} is a reserved name: take another decision id"))
         if not callable(decider):
             self.refuse(InvalidInputError(f"the decider of {decision_id!r} is a function, not {decider!r}"))
         known = self.journal.fold.decisions.get(decision_id)
@@ -360,45 +433,46 @@ class Body:
             self.refuse(
                 InvalidInputError(f"the decider of {decision_id!r} must take no arguments: pass a lambda")
             )
+        self.begin_live()
         outcome: Outcome = yield Invoke(decider, inspect.iscoroutinefunction(decider), None, _ignore_late)
         if outcome.error is not None:
             raise outcome.error
-        text = self._checked(lambda: self.encode(outcome.value, f"the value of decision {decision_id!r}"))
+        text = self.checked(lambda: self.encode(outcome.value, f"the value of decision {decision_id!r}"))
         event = self.journal.record(Kind.DECISION_RECORDED, {"decision": decision_id, "value": text})
         self.did(event.data["at"])
         return codec.loads(text)
 
     def emit(self, kind: str, payload: Any) -> None:
         self.enter("emit")
-        self._checked(lambda: keys.check_id(kind, "kind of an event"))
+        self.checked(lambda: keys.check_id(kind, "kind of an event"))
         if kind in KERNEL_KINDS:
             self.refuse(
                 InvalidInputError(f"{kind!r} cannot be emitted: give a name that is no kind of the kernel")
             )
-        self._note(
-            kind, f"emit#{self.count('emit')}", {"value": self._encoded(payload, f"payload of {kind}")}
-        )
+        value = self._encoded(payload, f"payload of {kind}")
+        self.driver.exclusively(lambda: self._note(kind, self.mint("emit"), {"value": value}))
 
     def meter(self, resource: str, amount: Any) -> None:
         self.enter("meter")
-        fields = self._checked(lambda: metered(resource, amount))
-        self._note(Kind.RESOURCE_METERED, f"meter#{self.count('meter')}", fields)
+        fields = self.checked(lambda: metered(resource, amount))
+        self.driver.exclusively(lambda: self._note(Kind.RESOURCE_METERED, self.mint("meter"), fields))
 
     def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
         if note in self.journal.fold.noted:
-            self._unserved -= 1
+            self.shared.unserved -= 1
             return
-        self._unserved = 0
+        self.begin_live()
+        self.shared.unserved = 0
         self.journal.record(kind, {"note": note, **fields})
 
     def uuid4(self) -> UUID:
         self.enter("uuid4")
-        seed = hashlib.sha256(f"{self.execution_id}:uuid:{self.count('uuid')}".encode()).digest()
+        seed = hashlib.sha256(f"{self.execution_id}:{self.mint('uuid')}".encode()).digest()
         return UUID(bytes=seed[:16], version=4)
 
     def random(self) -> random.Random:
         self.enter("random")
-        return random.Random(f"{self.execution_id}:random:{self.count('random')}")  # noqa: S311  repeatable
+        return random.Random(f"{self.execution_id}:{self.mint('random')}")  # noqa: S311  repeatable
 
     # Waiting.
 
@@ -415,7 +489,7 @@ class Body:
     def _timeout_at(self, timeout: Duration | None) -> int | None:
         if timeout is None:
             return None
-        length: float = self._checked(lambda: seconds(timeout, "timeout"))
+        length: float = self.checked(lambda: seconds(timeout, "timeout"))
         return self.journal.stamp() + round(length * 1_000_000)
 
     def _park(self, wait: Wait, *, wakes: int | None = None) -> Steps[None]:
@@ -434,6 +508,7 @@ class Body:
 
         Returns only if ``wakes`` moved: then nothing was written.
         """
+        waits = self._with_open_doubts(waits)
         timers = tuple(
             TimerRow(self.execution_id, from_micros(wait.wake_at))
             for wait in waits
@@ -449,6 +524,13 @@ class Body:
         self.sealed, self.misuse = Unwind(Why.PARKED), None
         raise self.sealed
 
+    def _with_open_doubts(self, waits: list[Wait]) -> list[Wait]:
+        """An effect in doubt can be settled whatever else the flow waits for."""
+        fold = self.journal.fold
+        held = {wait.id for wait in waits}
+        doubts = doubt_waits([fold.frames[step_id] for step_id in fold.doubtful])
+        return [*waits, *(wait for wait in doubts if wait.id not in held)]
+
     def park_in_doubt(self, doubts: list[Frame], cause: str) -> None:
         """Park on effects whose fate nobody knows; leaves the body."""
         record_doubts(self.journal, doubts, cause)
@@ -460,9 +542,9 @@ class Body:
         return Encoded(codec.dumps(value, path=path, limit=self.settings.MAX_PAYLOAD_BYTES))
 
     def _encoded(self, value: Any, path: str) -> Encoded:
-        return self._checked(lambda: self.encode(value, path))  # type: ignore[no-any-return]
+        return self.checked(lambda: self.encode(value, path))  # type: ignore[no-any-return]
 
-    def _checked(self, call: Callable[[], Any]) -> Any:
+    def checked(self, call: Callable[[], Any]) -> Any:
         """Run a check of the flow's own input; what it raises is misuse."""
         try:
             return call()
@@ -472,6 +554,69 @@ class Body:
     def now(self) -> datetime:
         self.enter("now")
         return from_micros(self.clock)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """What a branch waits for, and the count of wakes that it saw before it looked."""
+
+    reason: str
+    waits: list[Wait]
+    wakes: int | None
+
+
+class BranchBody(Body):
+    """One parallel branch: names, clock and counts of its own, the log and the seal of the whole body.
+
+    It does not park by itself: it is left, and its scope parks when no other branch runs. ``closed`` is one of
+    a scope that the log says has failed: it goes as far as the log, and does nothing new.
+    """
+
+    def __init__(self, parent: Body, path: str, driver: Driver) -> None:
+        super().__init__(parent.engine, parent.journal, parent.flow, driver, parent.shared)
+        self.path = path
+        self.parent = parent
+        self.clock = parent.clock
+        self.closed = False
+        self.parked: Parked | None = None
+        self._stopped: Unwind | None = None
+
+    @property
+    def sealed(self) -> Unwind | None:
+        around = self.parent.sealed
+        return around if around is not None else self._stopped
+
+    @sealed.setter
+    def sealed(self, unwind: Unwind | None) -> None:
+        self.shared.sealed = unwind
+
+    def stop(self, why: Why) -> Unwind:
+        """Leave this branch alone at its next call."""
+        if self._stopped is None:
+            self._stopped = Unwind(why)
+        return self._stopped
+
+    def begin_live(self) -> None:
+        super().begin_live()
+        if self.closed:
+            raise self.stop(Why.SIBLING)
+
+    def raise_seal(self) -> None:
+        """A sibling's failure does not stop a step whose marker is durable."""
+        if self.parent.sealed is not None:
+            raise self.parent.sealed
+
+    def park(
+        self,
+        reason: str,
+        waits: list[Wait],
+        *,
+        wakes: int | None = None,
+        error: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.begin_live()
+        self.parked = Parked(reason, waits, wakes)
+        raise self.stop(Why.WAITING)
 
 
 def _recorded_facts(journal: Journal) -> int:

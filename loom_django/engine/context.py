@@ -14,10 +14,11 @@ from datetime import datetime
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 from uuid import UUID
 
-from loom_django.definitions import Tool
+from loom_django.definitions import Step, Tool
 from loom_django.engine.body import Body, metered
 from loom_django.engine.core import from_micros
 from loom_django.engine.drive import AsyncDriver, CutOff, Steps, SyncDriver
+from loom_django.engine.parallel import parallel
 from loom_django.errors import ContextMisuseError
 from loom_django.kernel import codec
 from loom_django.kernel.durations import Duration
@@ -27,7 +28,9 @@ R = TypeVar("R")
 
 _numbers = itertools.count()
 
-_FLOW_ONLY = frozenset({"run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide"})
+_FLOW_ONLY = frozenset(
+    {"run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide", "parallel"}
+)
 
 
 class StepContext:
@@ -216,6 +219,24 @@ class FlowContext(_Context):
         """Park until an aware point in time."""
         self._do(self._body.sleep_until(when))
 
+    def parallel(
+        self,
+        branches: Mapping[str, Step[Any] | Callable[[FlowContext], Any]],
+        /,
+        *,
+        settle: bool = False,
+    ) -> dict[str, Any]:
+        """Run branches side by side: bound steps (``ship.bind(sku)``) and functions of a context of their own.
+
+        Returns their values by name; with ``settle`` an :class:`~loom_django.Outcome` for each.
+
+        Raises:
+            StepFailed, WaitTimedOut, …: what the branch raised that failed first. Its siblings are stopped at
+                their next call; what their steps have done is kept. Not with ``settle``.
+            DuplicateBranchError: two branches are one function over one variable; misuse.
+        """
+        return self._do(parallel(self._body, branches, settle))
+
     def decide(self, decision_id: str, decider: Callable[[], R], /) -> R:
         """Compute a value once and record it: for a flag, a setting, a read that may change."""
         result: R = self._do(self._body.decide(decision_id, decider))
@@ -293,6 +314,16 @@ class AsyncFlowContext(_Context):
     def sleep_until(self, when: datetime, /) -> Awaitable[None]:
         """See :meth:`FlowContext.sleep_until`."""
         return self._do("sleep_until", self._body.sleep_until(when))
+
+    def parallel(
+        self,
+        branches: Mapping[str, Step[Any] | Callable[[AsyncFlowContext], Awaitable[Any]]],
+        /,
+        *,
+        settle: bool = False,
+    ) -> Awaitable[dict[str, Any]]:
+        """See :meth:`FlowContext.parallel`; function branches are ``async def``."""
+        return self._do("parallel", parallel(self._body, branches, settle))
 
     def decide(self, decision_id: str, decider: Callable[[], Any], /) -> Awaitable[Any]:
         """See :meth:`FlowContext.decide`; the decider may be async."""

@@ -13,22 +13,31 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
 
+from django.db import connections
+
+from loom_django.compat import renew_connections
 from loom_django.engine import calls
 from loom_django.engine.calls import Call, Here, Outcome, OwnThread, abandoned, boxed, measured
 from loom_django.engine.unwind import Unwind, Why
 
 __all__ = [
     "AsyncDriver",
+    "Branch",
     "Command",
     "CutOff",
     "Driver",
+    "Enter",
     "Invoke",
     "Io",
+    "Join",
     "Outcome",
     "Pause",
     "Steps",
@@ -63,12 +72,58 @@ class Pause:
     seconds: float
 
 
-Command = Io | Invoke | Pause
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Run this where the flow made its call: it looks at the caller's thread, task and connection."""
+
+    call: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Run a scope's branches side by side until each has ended, or waits.
+
+    ``interrupted`` is told of the first signal that asks the process to end; a second one is raised.
+    """
+
+    branches: Sequence[Branch]
+    interrupted: Callable[[BaseException], None]
+
+
+class Branch(Protocol):
+    """What a driver needs of a parallel branch."""
+
+    def enter(self, driver: Driver) -> Callable[[], Any]:
+        """Take the branch's own driver; gives its function, to be called where the branch runs."""
+
+    def end(self, outcome: Outcome) -> None:
+        """It has ended so; called where the engine's rules run."""
+
+
+Command = Io | Invoke | Pause | Enter | Join
 Steps = Generator[Command, Any, T]
 
 
 class CutOff(BaseException):
     """The flow cancelled its own task while it waited for a call of the context."""
+
+
+_current = threading.local()
+
+
+def in_body() -> bool:
+    """True in a thread that is running a flow's body, tools included."""
+    return getattr(_current, "depth", 0) > 0
+
+
+@contextmanager
+def inside_body() -> Iterator[None]:
+    """Count as running a body in this thread."""
+    _current.depth = getattr(_current, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _current.depth -= 1
 
 
 class Driver:
@@ -90,6 +145,10 @@ class Driver:
     def in_body(self) -> bool:
         """True where the body itself runs, rather than something that it has set going beside it."""
         return True
+
+    def exclusively(self, call: Callable[[], T]) -> T:
+        """Run something of the engine's that does not wait, where all of its rules run."""
+        return call()
 
     def interrupt(self) -> None:
         """Cancel the async tool that runs, and any that would; called from other threads."""
@@ -183,8 +242,16 @@ def _serve(
     return True
 
 
+# Branches of one execution that run at the same time, at most; the others follow. Each may hold a connection.
+MAX_BRANCH_THREADS: Final = 16
+
+
 class SyncDriver(Driver):
     """Carries commands out in the thread that runs the body."""
+
+    def __init__(self, *, one_thread: bool) -> None:
+        super().__init__(one_thread=one_thread)
+        self._room = Room()
 
     def drive(self, steps: Steps[T]) -> T:
         """Run a generator of commands to its end and return its result."""
@@ -201,17 +268,192 @@ class SyncDriver(Driver):
             return stop.value  # type: ignore[no-any-return]
 
     def _perform(self, command: Command) -> Any:
-        if isinstance(command, Io):
+        if isinstance(command, Io | Enter):
             return command.call()
         if isinstance(command, Pause):
             return self.pause(command.seconds)
+        if isinstance(command, Join):
+            return self._join(command)
         return self.call_in_thread(command) if command.is_async else self.call_sync(command)
+
+    def _join(self, join: Join) -> None:
+        if self.one_thread:
+            for branch in join.branches:
+                branch.end(_measured_branch(branch, SyncDriver(one_thread=True)))
+            return
+        crew = _Crew(join.branches, self)
+        try:
+            try:
+                self._room.serve(crew.over.is_set)
+            except (KeyboardInterrupt, SystemExit) as exc:
+                join.interrupted(exc)
+                self._room.serve(crew.over.is_set)
+        except BaseException:
+            self._room.close()
+            raise
+
+    def branch_driver(self) -> SyncDriver:
+        """The driver of a branch, whose rules run in this driver's thread."""
+        driver = _BranchDriver(self._room)
+        driver.stop = self.stop
+        return driver
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Have work done where the rules run; called from other threads."""
+        self._room.post(work)
 
     def run_body(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         finally:
             self._own.close()
+
+
+class Room:
+    """The thread of a body, while parallel branches of it run in threads of their own.
+
+    All rules of the engine run there, one piece after the other, on that thread's connection: what a branch asks
+    for is brought here, and only tools and the flow's own code run beside each other. So nothing of the engine
+    needs a lock.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.closed = False
+
+    def post(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Have a call made there, and wait for its result.
+
+        Raises:
+            Unwind: nobody serves any more.
+        """
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                answer.put((call(), None))
+            except BaseException as exc:
+                answer.put((None, exc))
+
+        self.post(work)
+        while True:
+            try:
+                result, error = answer.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if self.closed:
+                    raise Unwind(Why.INTERRUPTED) from None
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def serve(self, until: Callable[[], bool]) -> None:
+        """Do what is brought until something is so."""
+        while not until():
+            self._work.get()()
+
+    def close(self) -> None:
+        """Nobody serves any more: whoever asks is sent away."""
+        self.closed = True
+
+
+class _Crew:
+    """The threads in which a scope's branches run."""
+
+    def __init__(self, branches: Sequence[Branch], driver: SyncDriver) -> None:
+        self._waiting = deque(branches)
+        self._left = len(branches)
+        self._driver = driver
+        self.over = threading.Event()
+        for number in range(min(len(branches), MAX_BRANCH_THREADS)):
+            context = contextvars.copy_context()
+            thread = threading.Thread(
+                target=context.run, args=(self._work,), name=f"loom-branch-{number}", daemon=True
+            )
+            thread.start()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                try:
+                    branch = self._waiting.popleft()
+                except IndexError:
+                    return
+                self._run(branch)
+        finally:
+            connections.close_all()
+
+    def _run(self, branch: Branch) -> None:
+        driver = self._driver.branch_driver()
+        outcome = _measured_branch(branch, driver)
+        renew_connections()
+        self._driver.post(lambda: self._ended(branch, outcome))
+
+    def _ended(self, branch: Branch, outcome: Outcome) -> None:
+        try:
+            branch.end(outcome)
+        finally:
+            self._left -= 1
+            if not self._left:
+                self.over.set()
+
+
+def _measured_branch(branch: Branch, driver: SyncDriver) -> Outcome:
+    with inside_body():
+        return measured(lambda: driver.run_body(branch.enter(driver)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    value: Any
+
+
+class _BranchDriver(SyncDriver):
+    """Drives a branch: its rules in the body's thread, its tools and its own code in this one."""
+
+    def __init__(self, room: Room) -> None:
+        super().__init__(one_thread=False)
+        self._room = room
+
+    def drive(self, steps: Steps[T]) -> T:
+        step: Callable[[], Command] = lambda: next(steps)  # noqa: E731
+        while True:
+            command = self._room.ask(partial(self._advance, steps, step))
+            if isinstance(command, _Done):
+                return command.value  # type: ignore[no-any-return]
+            try:
+                result = self._perform(command)
+            except BaseException as exc:
+                step = partial(steps.throw, exc)
+            else:
+                step = partial(steps.send, result)
+
+    def _advance(self, steps: Steps[Any], step: Callable[[], Command]) -> Command | _Done:
+        """Let the rules run on to what is to be done in the branch's own thread."""
+        try:
+            command = step()
+            while isinstance(command, Io):
+                try:
+                    result = command.call()
+                except BaseException as exc:
+                    command = steps.throw(exc)
+                else:
+                    command = steps.send(result)
+        except StopIteration as stop:
+            return _Done(stop.value)
+        return command
+
+    def exclusively(self, call: Callable[[], T]) -> T:
+        return self._room.ask(call)
+
+    def _join(self, join: Join) -> None:
+        crew = _Crew(join.branches, self)
+        while not crew.over.wait(1.0):
+            if self._room.closed:
+                raise Unwind(Why.INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,20 +521,58 @@ class AsyncDriver(Driver):
             return stop.value  # type: ignore[no-any-return]
 
     async def _perform(self, command: Command) -> Any:
+        if isinstance(command, Enter):
+            return command.call()
+        if isinstance(command, Join):
+            return await self._join(command)
         if isinstance(command, Io):
             return await self._outside(command.call)
         if isinstance(command, Pause):
             return await self._outside(lambda: self.pause(command.seconds))
-        if command.is_async:
+        if command.is_async or self._is_beside:
             return await self._beside(command)
         return await self._outside(lambda: self.call_sync(command))
+
+    # True for a branch: its plain tools are not to stop the loop, in which its siblings run.
+    _is_beside = False
+
+    async def _join(self, join: Join) -> None:
+        """A task for each branch, in this loop; a body that is cut off meanwhile waits for them all the same."""
+        tasks = [asyncio.create_task(self._branch(branch)) for branch in join.branches]
+        while not all(task.done() for task in tasks):
+            try:
+                await asyncio.wait(tasks)
+            except asyncio.CancelledError:
+                for task in tasks:
+                    if self.closed:
+                        task.cancel()
+                self._cut_off()
+        for task in tasks:
+            task.result()
+
+    async def _branch(self, branch: Branch) -> None:
+        driver = _AsyncBranchDriver(self)
+        driver.task = asyncio.current_task()
+        started = time.monotonic()
+        try:
+            value = await branch.enter(driver)()
+        except asyncio.CancelledError as exc:
+            if self.closed:
+                raise
+            outcome = Outcome(error=exc)
+        except BaseException as exc:
+            outcome = Outcome(error=exc)
+        else:
+            outcome = Outcome(value=value)
+        ended = replace(outcome, elapsed=time.monotonic() - started)
+        await self._outside(lambda: branch.end(ended))
 
     async def _outside(self, call: Callable[[], Any]) -> Any:
         """Have a call made while the loop stands still. A cancellation that comes meanwhile is kept."""
         if self.closed:
             raise Unwind(Why.INTERRUPTED)
         asked = _Asked(call, contextvars.copy_context(), asyncio.get_running_loop().create_future())
-        self._asked.append(lambda: _answer(asked))
+        self._bring(lambda: _answer(asked))
         self._ring()
         while True:
             try:
@@ -328,7 +608,7 @@ class AsyncDriver(Driver):
             self._cut_off()
             why = CutOff()
         outcome = call.give_up()
-        if outcome is None:
+        if outcome is None and command.is_async:
             call.cancel()
             await self._grace(call, bell)
         return self._ended(call, outcome, why or call.why)
@@ -353,6 +633,9 @@ class AsyncDriver(Driver):
             raise Unwind(Why.INTERRUPTED)
         self._cut = True
 
+    def _bring(self, work: Callable[[], None]) -> None:
+        self._asked.append(work)
+
     def _ring(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -361,7 +644,7 @@ class AsyncDriver(Driver):
         """Have work done by the body's thread while its loop stands still; called from other threads too."""
         if self.closed or self._loop is None:
             raise RuntimeError("the flow's body has ended: what it left running gets no thread any more")
-        self._asked.append(work)
+        self._bring(work)
         self._loop.call_soon_threadsafe(self._ring)
 
     def run_body(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -399,6 +682,38 @@ class AsyncDriver(Driver):
                 work()
             if body.done():
                 return body.result()
+
+
+class _AsyncBranchDriver(AsyncDriver):
+    """Drives a branch as a task of its own in the body's loop."""
+
+    def __init__(self, root: AsyncDriver) -> None:
+        super().__init__(one_thread=root.one_thread)
+        self._root = root
+        self.stop = root.stop
+        self._own, self._here = root._own, root._here
+        self._is_beside = not root.one_thread
+
+    @property
+    def task(self) -> asyncio.Task[Any] | None:
+        return self._task
+
+    @task.setter
+    def task(self, task: asyncio.Task[Any] | None) -> None:
+        self._task = task
+
+    @property
+    def closed(self) -> bool:
+        return self._root.closed or (self._task is not None and self._task.done())
+
+    def _bring(self, work: Callable[[], None]) -> None:
+        self._root._bring(work)
+
+    def _ring(self) -> None:
+        self._root._ring()
+
+    def _post(self, work: Callable[[], None]) -> None:
+        self._root._post(work)
 
 
 def _answer(asked: _Asked) -> None:

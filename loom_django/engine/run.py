@@ -19,7 +19,7 @@ from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts
-from loom_django.engine.drive import AsyncDriver, Driver, SyncDriver
+from loom_django.engine.drive import AsyncDriver, Driver, SyncDriver, inside_body
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
 from loom_django.engine.steps import recorded_error
@@ -38,14 +38,6 @@ from loom_django.kernel.state import ON_ERROR, Status, Wait
 from loom_django.stores.base import NOBODY
 
 log = logging.getLogger("loom_django.run")
-
-_current = threading.local()
-
-
-def in_body() -> bool:
-    """True in a thread that is running a flow's body, tools included."""
-    return getattr(_current, "depth", 0) > 0
-
 
 # How long refused code is left alone before it is looked at again, in seconds.
 REFUSED_DELAY = 600.0
@@ -97,13 +89,12 @@ def run_execution(
     driver = _driver(engine, flow, stop)
     body = Body(engine, journal, flow, driver)
     engine.keeper.hold(execution_id, token, body.lose)
-    _current.depth = getattr(_current, "depth", 0) + 1
     try:
-        if on_start is not None:
-            on_start(body)
-        return _ended(body, token, *_run(body))
+        with inside_body():
+            if on_start is not None:
+                on_start(body)
+            return _ended(body, token, *_run(body))
     finally:
-        _current.depth -= 1
         engine.keeper.drop(execution_id, token)
 
 

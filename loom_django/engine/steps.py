@@ -70,7 +70,7 @@ def id_for(body: Body, tool: Any) -> str:
     if base not in body.flow.steps and not body.flow.in_family(base):
         body.undeclared(base)
     number = body.count(f"step:{base}")
-    step_id = base if number == 1 else f"{base}#{number}"
+    step_id = keys.repeated_id(base, body.path, number)
     body.ask(step_id, "as a plain call" if number == 1 else f"as plain {base} number {number}")
     return step_id
 
@@ -162,9 +162,15 @@ def _encode_arguments(
 
 def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
     """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
-    body.raise_seal()
+    body.begin_live()
     body.reached("before-start", step_id)
-    fields = {"step": step_id, "tool": tool.name, "idempotent": tool.idempotent, "args": given}
+    fields = {
+        "step": step_id,
+        "tool": tool.name,
+        "idempotent": tool.idempotent,
+        "scope": body.path or None,
+        "args": given,
+    }
     started = body.journal.record(Kind.STEP_STARTED, fields)
     body.did(started.data["at"])
     if tool.idempotent is False or tool.transactional or not body.may_defer():
@@ -380,7 +386,7 @@ def _await_retry(body: Body, frame: Frame) -> Steps[None]:
         return
     wait = Wait(f"retry:{frame.step_id}:{frame.failures}", ON_RETRY, frame.step_id, frame.next_at)
     known = body.journal.fold.waits.get(wait.id)
-    if known is None or known.pending:
+    if known is None or not known.answered:
         yield Io(lambda: body.park("retry", [wait]))
 
 
@@ -416,6 +422,8 @@ def _transactional(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
 
 def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
     store = body.engine.store
+    if body.journal.kept:
+        body.land()  # facts of other branches must not be rolled back with this one's
     with store.transaction():
         value = call()
         text = body.encode(value, f"result of {step_id}")

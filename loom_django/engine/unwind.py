@@ -18,6 +18,8 @@ class Why(enum.Enum):
     STORE = "store"  # the log could not be written; the lease's end hands it to somebody else
     REFUSED = "refused"  # this code cannot read what the log holds; nothing is wrong with the execution
     INTERRUPTED = "interrupted"  # this process is told to end
+    WAITING = "waiting"  # a parallel branch waits; its scope parks when no other branch runs
+    SIBLING = "sibling"  # another branch of the scope has failed
     CRASHED = "crashed"  # the testing kit stops the run as a kill would: nothing more is written
 
 

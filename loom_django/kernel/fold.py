@@ -15,6 +15,7 @@ from typing import Any, Final
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import (
+    GATES,
     ON_VERDICT,
     Decision,
     ExecutionState,
@@ -48,6 +49,7 @@ class Fold:
         self.noted: set[str] = set(state.noted)
         self.park_sequence = state.park_sequence
         self.park_fence = state.park_fence
+        self.park_waits = state.park_waits
         self.reason = state.reason
         self.result = state.result
         self.error = state.error
@@ -101,6 +103,7 @@ class Fold:
             noted=frozenset(self.noted),
             park_sequence=self.park_sequence,
             park_fence=self.park_fence,
+            park_waits=self.park_waits,
             reason=self.reason,
             result=self.result,
             error=self.error,
@@ -113,7 +116,7 @@ class Fold:
     def pending_waits(self) -> tuple[Wait, ...]:
         if self.status != Status.SUSPENDED:
             return ()
-        return tuple(self.waits[wait_id] for wait_id in self.open_waits)
+        return tuple(self.waits[wait_id] for wait_id in self.park_waits if wait_id in self.open_waits)
 
     def _put(self, frame: Frame) -> None:
         self.frames[frame.step_id] = frame
@@ -145,9 +148,13 @@ class Fold:
         self.reason = data.get("reason", "")
         self.park_sequence = event.sequence
         self.park_fence = event.fence or 0
+        self.park_waits = tuple(item["id"] for item in data["waits"])
+        if not all(item["on"] in GATES for item in data["waits"]):
+            for wait_id in self.open_waits.keys() - set(self.park_waits):
+                self._put_wait(replace(self.waits[wait_id], status=WaitStatus.WITHDRAWN))
         for item in data["waits"]:
             known = self.waits.get(item["id"])
-            if known is not None and not known.pending:
+            if known is not None and known.answered:
                 continue
             self._put_wait(
                 Wait(
@@ -180,6 +187,7 @@ class Fold:
     def _unpark(self) -> None:
         self.status = Status.RUNNING
         self.park_sequence = None
+        self.park_waits = ()
         self.reason = ""
 
     def _verdict(self, event: Event, verdict: Mapping[str, Any]) -> None:
@@ -211,7 +219,7 @@ class Fold:
     def _message(self, event: Event, data: Mapping[str, Any]) -> None:
         self.messages.add(data["number"])
         known = self.waits.get(data["wait"])
-        if known is not None and known.on == ON_VERDICT and known.pending:
+        if known is not None and known.on == ON_VERDICT and not known.answered:
             self._verdict(event, data["payload"])
         self._put_wait(
             Wait(

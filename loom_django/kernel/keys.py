@@ -116,6 +116,21 @@ def child_id(parent: str, flow: str, n: int) -> str:
     return full if len(full) <= MAX_LENGTH else _shortened(full, ".")
 
 
+def repeated_id(base: str, path: str, number: int) -> str:
+    """Return the id of the number-th plain call of a step in a scope; "" is the flow's body itself."""
+    if not path:
+        return base if number == 1 else f"{base}#{number}"
+    full = f"{base}#{path}" if number == 1 else f"{base}#{path}.{number}"
+    return full if len(full) <= MAX_LENGTH else _shortened(full, ".")
+
+
+def branch_path(scope: str, name: str) -> str:
+    """Return the path of a branch; its name is escaped, so that no two paths are the same."""
+    for character in "%.#:[]":
+        name = name.replace(character, f"%{ord(character):02X}")
+    return f"{scope}.{name}"
+
+
 def occurrence_id(schedule_id: str, epoch_ms: int) -> str:
     """Return the id of the execution that a schedule starts for that instant."""
     full = f"{schedule_id}@{epoch_ms}"

@@ -49,6 +49,10 @@ ON_POISONED: Final = "__loom_poisoned__"
 ON_CHILD: Final = "CHILD_DONE"
 
 
+# Waits that stand for a flow that cannot go on: what the flow itself waits for is not touched by them.
+GATES: Final = frozenset({ON_DIVERGED, ON_ERROR, ON_POISONED})
+
+
 def is_reserved(on: str) -> bool:
     return on in (ON_VERDICT, ON_CHILD) or on.startswith("__loom_")
 
@@ -87,6 +91,7 @@ class WaitStatus(enum.StrEnum):
     PENDING = "pending"
     ANSWERED = "answered"
     TIMED_OUT = "timed-out"
+    WITHDRAWN = "withdrawn"  # the newest park does not hold it any more; a later one may
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,10 @@ class Wait:
     @property
     def pending(self) -> bool:
         return self.status == WaitStatus.PENDING
+
+    @property
+    def answered(self) -> bool:
+        return self.status in (WaitStatus.ANSWERED, WaitStatus.TIMED_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,7 @@ class ExecutionState:
     noted: frozenset[str] = frozenset()  # emits and meters of the body: a replay does not repeat them
     park_sequence: int | None = None  # of the newest park while it is unanswered
     park_fence: int = 0
+    park_waits: tuple[str, ...] = ()  # the ids of the waits that the newest park holds
     reason: str = ""
     result: Any = None
     error: Mapping[str, Any] | None = None
@@ -156,7 +166,8 @@ class ExecutionState:
     @property
     def pending_waits(self) -> tuple[Wait, ...]:
         """The waits that the newest park holds and nobody has answered."""
-        return tuple(wait for wait in self.waits.values() if wait.pending) if self.parked else ()
+        held = (self.waits[wait_id] for wait_id in self.park_waits) if self.parked else ()
+        return tuple(wait for wait in held if wait.pending)
 
     @property
     def in_doubt(self) -> tuple[Frame, ...]:

@@ -388,7 +388,7 @@ def _still_asks(fold: Fold, wait_id: str) -> None:
     wait = fold.waits.get(wait_id)
     if wait is None:
         raise ResumeRefusedError(fold.execution_id, "no-such-wait", f"It never waited for {wait_id!r}.")
-    if wait.pending:
+    if not wait.answered:
         return
     who = f" by {wait.answered_by}" if wait.answered_by else ""
     when = from_micros(wait.answered_at).isoformat()

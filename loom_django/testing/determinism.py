@@ -8,18 +8,16 @@ first test. Nothing is written and no tool is called.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from loom_django.definitions import Flow, Tool
-from loom_django.engine import run as engine_run
 from loom_django.engine import steps
 from loom_django.engine.body import Body, source_line
 from loom_django.engine.code import flow_for
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
-from loom_django.engine.drive import AsyncDriver, Driver, Steps, SyncDriver
+from loom_django.engine.drive import AsyncDriver, Driver, Steps, SyncDriver, inside_body
 from loom_django.engine.journal import Journal
 from loom_django.engine.unwind import Why
 from loom_django.errors import FlowCodeMismatchError
@@ -112,7 +110,7 @@ class _Replay(Body):
         args, kwargs = self.flow.unbind(codec.decode(self.journal.fold.input))
         driver: Any = self.driver
         try:
-            with _counted_as_body():
+            with inside_body():
                 driver.run_body(lambda: self.flow.func(context, *args, **kwargs))
         except BaseException as exc:
             if isinstance(exc, KeyboardInterrupt):
@@ -208,17 +206,6 @@ class _Replay(Body):
             self.divergence = NonDeterminismError(
                 self.execution_id, self.flow.id, step_id, recorded, replayed
             )
-
-
-@contextmanager
-def _counted_as_body() -> Iterator[None]:
-    """What is refused in a body is refused in its replay."""
-    current = engine_run._current
-    current.depth = getattr(current, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        current.depth -= 1
 
 
 def _waits(waits: list[Mapping[str, Any]]) -> str:

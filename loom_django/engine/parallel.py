@@ -1,0 +1,248 @@
+"""Parallel branches of one body: side by side, each with names of its own, and one park for all that wait.
+
+A branch is a bound step or a function of a context. What it asks for is named by its scope's path, never by
+who came first, so a replay finds the same answers whatever the order. When a branch waits, its siblings run on;
+when none runs, the scope parks on everything that is waited for. When a branch fails, its siblings are stopped
+at their next call, what their tools have done is kept, and the failure is the scope's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from loom_django.definitions import Outcome as BranchOutcome
+from loom_django.definitions import Step
+from loom_django.engine.body import Body, BranchBody
+from loom_django.engine.drive import AsyncDriver, CutOff, Driver, Enter, Io, Join, Outcome, Steps
+from loom_django.engine.unwind import Unwind, Why
+from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError
+from loom_django.kernel import codec, keys
+from loom_django.kernel.events import Encoded, Kind
+
+_DECISION: Final = "__loom_scope__:"
+
+
+def parallel(body: Body, branches: Mapping[str, Any], settle: bool) -> Steps[dict[str, Any]]:
+    """Run branches side by side; their values by name, or with ``settle`` how each of them ended."""
+    yield Enter(partial(body.enter, "parallel"))
+    _check(body, branches)
+    if not branches:
+        return {}
+    number = body.count("parallel")
+    path = f"{body.path}.{number}" if body.path else str(number)
+    return (yield from _Scope(body, path, branches, settle).run())
+
+
+def _check(body: Body, branches: object) -> None:
+    if not isinstance(branches, Mapping):
+        body.refuse(InvalidInputError("ctx.parallel takes a dict of branches by name"))
+    by_code: dict[Any, list[tuple[str, Any]]] = {}
+    for name, what in branches.items():
+        body.checked(partial(keys.check_id, name, "name of a branch"))
+        if isinstance(what, Step):
+            continue
+        if not callable(what):
+            body.refuse(
+                InvalidInputError(
+                    f"branch {name!r} is {what!r}: give a bound step, ship.bind(sku), or a function of a ctx"
+                )
+            )
+        plain = what.func if isinstance(what, functools.partial) else what
+        if inspect.iscoroutinefunction(plain) != body.flow.is_async:
+            kind = "async def" if body.flow.is_async else "plain def"
+            body.refuse(InvalidInputError(f"branch {name!r} must be a {kind}, as its flow is"))
+        code = getattr(what, "__code__", None)
+        for other, earlier in by_code.setdefault(code, []) if code is not None else ():
+            if _same_variables(what, earlier):
+                body.refuse(DuplicateBranchError(other, name))
+        if code is not None:
+            by_code[code].append((name, what))
+
+
+def _same_variables(one: Any, other: Any) -> bool:
+    first, second = _variables(one), _variables(other)
+    alike = len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
+    return alike and one.__defaults__ == other.__defaults__ and one.__kwdefaults__ == other.__kwdefaults__
+
+
+def _variables(function: Any) -> list[Any]:
+    return [_content(cell) for cell in function.__closure__ or ()]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return cell
+
+
+class _Branch:
+    """One branch on its way; a new one for each time that it is run."""
+
+    def __init__(self, scope: _Scope, name: str, what: Any) -> None:
+        self.scope = scope
+        self.name = name
+        self.what = what
+        self.path = keys.branch_path(scope.path, name)
+        self.body: BranchBody | None = None
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.waiting = False
+
+    def enter(self, driver: Driver) -> Callable[[], Any]:
+        from loom_django.engine.context import AsyncFlowContext, FlowContext
+
+        body = self.body = self.scope.body.branch(self.path, driver)
+        body.closed = self.scope.closed
+        if self.scope.stopped:
+            body.stop(Why.SIBLING)
+        context: Any = AsyncFlowContext(body) if isinstance(driver, AsyncDriver) else FlowContext(body)
+        if isinstance(self.what, Step):
+            return lambda: context.run(self.what.tool, *self.what.args, **self.what.kwargs)
+        return lambda: self.what(context)
+
+    def end(self, outcome: Outcome) -> None:
+        body = self.body
+        if body is not None:
+            body.shared.drivers.remove(body.driver)
+            self._land(body)
+            if outcome.error is None and body.unawaited:
+                forgotten = ", ".join(sorted(set(body.unawaited.values())))
+                problem = f"ctx.{forgotten} was not awaited before branch {self.name!r} ended: write await"
+                outcome = Outcome(error=_refused(body, ContextMisuseError(problem)))
+        self.value, self.error = outcome.value, outcome.error
+        if isinstance(self.error, Unwind):
+            self.waiting = self.error.why is Why.WAITING
+        elif isinstance(self.error, Exception):
+            self.scope.has_failed(self)
+
+    def _land(self, body: BranchBody) -> None:
+        """The last outcome of a branch does not wait for a boundary of its siblings."""
+        if body.journal.kept and not body.may_defer() and body.parent.sealed is None:
+            with contextlib.suppress(Unwind):  # the body is sealed then, and the scope says so
+                body.land()
+
+    def outcome(self) -> BranchOutcome:
+        if isinstance(self.error, Exception):
+            return BranchOutcome(ok=False, error=self.error)
+        return BranchOutcome(ok=True, value=self.value)
+
+
+def _refused(body: Body, error: ContextMisuseError) -> ContextMisuseError:
+    try:
+        body.refuse(error)
+    except ContextMisuseError as refused:
+        return refused
+
+
+class _Scope:
+    """The branches of one call of ``ctx.parallel``."""
+
+    def __init__(self, body: Body, path: str, branches: Mapping[str, Any], settle: bool) -> None:
+        self.body = body
+        self.path = path
+        self.settle = settle
+        self.branches = [_Branch(self, name, what) for name, what in branches.items()]
+        self.known = body.journal.fold.decisions.get(_DECISION + path)
+        self.closed = self.known is not None
+        self.stopped = False
+        self.failed: list[_Branch] = []
+
+    def run(self) -> Steps[dict[str, Any]]:
+        body, left = self.body, self.branches
+        while True:
+            body.joined = True
+            try:
+                yield Join(left, self._interrupted)
+            finally:
+                body.joined = False
+            self._raise_what_stops()
+            if self.failed and not self.settle:
+                self._fail()
+            waiting = [branch for branch in self.branches if branch.waiting]
+            if not waiting:
+                return self._values()
+            # A wake that came since a branch has looked refuses the park: those that wait look again.
+            yield Io(partial(self._park, waiting))
+            left = self._run_again(waiting)
+
+    def _interrupted(self, error: BaseException) -> None:
+        self.body.seal(Why.INTERRUPTED, error)
+
+    def has_failed(self, branch: _Branch) -> None:
+        self.failed.append(branch)
+        if self.settle or self.stopped:
+            return
+        self.stopped = True
+        for sibling in self.branches:
+            if sibling.body is not None and sibling is not branch:
+                sibling.body.stop(Why.SIBLING)
+
+    def _raise_what_stops(self) -> None:
+        if self.body.sealed is not None:
+            raise self.body.sealed
+        for branch in self.branches:
+            error = branch.error
+            if isinstance(error, CutOff) or (error is not None and not isinstance(error, Exception | Unwind)):
+                raise error
+
+    def _fail(self) -> None:
+        """Raise the failure of the branch that failed first; which one it was is recorded."""
+        if self.known is not None:
+            name = codec.decode(self.known.value)["failed"]
+            failed = next((branch for branch in self.failed if branch.name == name), None)
+            if failed is None:
+                self.body.refuse(
+                    ContextMisuseError(
+                        f"branch {name!r} of ctx.parallel failed before, and does not fail now"
+                    )
+                )
+            self.body.served(self.known.at)
+        else:
+            failed = self.failed[0]
+            value = Encoded(codec.dumps({"failed": failed.name}))
+            fields = {"decision": _DECISION + self.path, "value": value}
+            event = self.body.journal.record(Kind.DECISION_RECORDED, fields)
+            self.body.did(event.data["at"])
+        if failed.error is None:
+            raise AssertionError("a branch that failed has its error")
+        raise failed.error
+
+    def _values(self) -> dict[str, Any]:
+        if self.known is not None:
+            name = codec.decode(self.known.value)["failed"]
+            self.body.refuse(
+                ContextMisuseError(f"branch {name!r} of ctx.parallel failed before, and does not fail now")
+            )
+        for branch in self.branches:
+            if branch.body is not None:
+                self.body.clock = max(self.body.clock, branch.body.clock)
+        if self.settle:
+            return {branch.name: branch.outcome() for branch in self.branches}
+        return {branch.name: branch.value for branch in self.branches}
+
+    def _park(self, waiting: list[_Branch]) -> None:
+        parked = [branch.body.parked for branch in waiting if branch.body and branch.body.parked]
+        reasons = {park.reason for park in parked}
+        seen = [park.wakes for park in parked if park.wakes is not None]
+        waits = [wait for park in parked for wait in park.waits]
+        reason = reasons.pop() if len(reasons) == 1 else "waiting"
+        self.body.park(reason, waits, wakes=min(seen, default=None))
+
+    def _run_again(self, waiting: list[_Branch]) -> list[_Branch]:
+        asked = self.body.shared.asked
+        again = {branch.name: _Branch(self, branch.name, branch.what) for branch in waiting}
+        for branch in again.values():
+            for step_id in [key for key, (_, path) in asked.items() if _is_within(path, branch.path)]:
+                del asked[step_id]
+        self.branches = [again.get(branch.name, branch) for branch in self.branches]
+        return list(again.values())
+
+
+def _is_within(path: str, scope: str) -> bool:
+    return path == scope or path.startswith(scope + ".")
