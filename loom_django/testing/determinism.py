@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 from loom_django.definitions import Flow, Tool
 from loom_django.engine import steps
-from loom_django.engine.body import Body, source_line
+from loom_django.engine.body import Body, BranchBody, Parked
 from loom_django.engine.code import flow_for
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
-from loom_django.engine.drive import AsyncDriver, Driver, Steps, SyncDriver, inside_body
+from loom_django.engine.drive import AsyncDriver, Driver, Enter, Steps, SyncDriver, inside_body
 from loom_django.engine.journal import Journal
-from loom_django.engine.unwind import Why
+from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import FlowCodeMismatchError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
@@ -83,27 +84,141 @@ def _until_last_stop(events: list[Event]) -> list[Event]:
     return events[: last + 1]
 
 
-class _Replay(Body):
-    """A body run that is served from the log alone and writes nothing."""
+class _Report:
+    """What a replay is compared with, and where it differs."""
 
-    def __init__(self, engine: Engine, journal: Journal, flow: Flow[..., Any], stop: Event) -> None:
-        kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
-        super().__init__(engine, journal, flow, kind(one_thread=True))
+    def __init__(self, stop: Event) -> None:
         parked = stop.kind == Kind.EXECUTION_SUSPENDED and stop.data.get("reason") != "error"
         self.stop = stop
         self.expected: list[Mapping[str, Any]] = stop.data["waits"] if parked else []
         self.divergence: NonDeterminismError | None = None
         self.asked: set[str] = set()
 
+
+class _FromLog(Body):
+    """A body, or a branch of one, that is served from the log alone and writes nothing."""
+
+    report: _Report
+
+    def branch(self, path: str, driver: Driver) -> BranchBody:
+        return _ReplayBranch(self, path, driver)
+
+    @property
+    def is_replaying(self) -> bool:
+        return True
+
+    # What a body asks for.
+
+    def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        yield Enter(partial(self.enter, "run"))
+        return (yield from self._again(steps.id_for(self, tool), tool, args, kwargs))
+
+    def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
+        yield Enter(partial(self.enter, "run_step"))
+        tool = steps.tool_of(self, step_id)
+        self.ask(step_id, "by its id")
+        return (yield from self._again(step_id, tool, args, kwargs))
+
+    def _again(
+        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Steps[Any]:
+        given = json.loads(steps._encode_arguments(self, step_id, tool, args, kwargs))
+        frame = self.journal.fold.frames.get(step_id)
+        self.report.asked.add(step_id)
+        if frame is None:
+            self._leave(step_id, self._not_asked_yet(), f"{_shown(step_id, given)} at {self.where()}")
+        if json.dumps(frame.args) != json.dumps(given):
+            self._leave(step_id, _shown(step_id, frame.args), f"{_shown(step_id, given)} at {self.where()}")
+        if not frame.settled:
+            self._stop_at(step_id, f"step {step_id!r}", lambda wait: wait["key"] == step_id)
+        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+
+    def _not_asked_yet(self) -> str:
+        left = [
+            _shown(name, frame.args)
+            for name, frame in self.journal.fold.frames.items()
+            if name not in self.report.asked
+        ]
+        return left[0] if left else f"no step, but {self._last()}"
+
+    def _last(self) -> str:
+        expected = self.report.expected
+        return f"a wait for {_waits(expected)}" if expected else "the end of the flow"
+
+    def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
+        if decision_id not in self.journal.fold.decisions:
+            yield Enter(partial(self.enter, "decide"))
+            self._leave(None, "no such decision", f"decision {decision_id!r} at {self.where()}")
+        return (yield from super().decide(decision_id, decider))
+
+    def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
+        if note not in self.journal.fold.noted:
+            self._leave(None, "no such event", f"{kind} at {self.where()}")
+
+    def _take_message(self, wait_id: str, name: str) -> bool:
+        return False  # one may have come since the park
+
+    def _take_kept(self, wait: Wait) -> bool:
+        return False
+
+    def park(self, reason: str, waits: list[Wait], **how: Any) -> None:
+        for wait in waits:
+            on = f"a wait for {wait.correlation_key or wait.on}"
+            self._expect(None, on, lambda expected: expected["id"] == wait.id)  # noqa: B023
+        raise self._parks()
+
+    # Ways out.
+
+    def _parks(self) -> Unwind:
+        return self.seal(Why.PARKED)
+
+    def _expect(self, step_id: str | None, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> None:
+        if not any(fits(wait) for wait in self.report.expected):
+            self._leave(step_id, self._last(), f"{what} at {self.where()}")
+
+    def _stop_at(self, step_id: str | None, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> NoReturn:
+        self._expect(step_id, what, fits)
+        raise self._parks()
+
+    def _leave(self, step_id: str | None, recorded: str, replayed: str) -> NoReturn:
+        self.begin_live()  # a branch of a scope that failed goes as far as the log
+        self._differs(step_id, recorded, replayed)
+        raise self.seal(Why.LOST, self.report.divergence)
+
+    def _differs(self, step_id: str | None, recorded: str, replayed: str) -> None:
+        if self.report.divergence is None:
+            self.report.divergence = NonDeterminismError(
+                self.execution_id, self.flow.id, step_id, recorded, replayed
+            )
+
+
+class _ReplayBranch(_FromLog, BranchBody):
+    def __init__(self, parent: _FromLog, path: str, driver: Driver) -> None:
+        super().__init__(parent, path, driver)
+        self.report = parent.report
+
+    def _parks(self) -> Unwind:
+        self.parked = Parked("waiting", [], None)
+        return self.stop(Why.WAITING)
+
+
+class _Replay(_FromLog):
+    """A body run that is served from the log alone and writes nothing."""
+
+    def __init__(self, engine: Engine, journal: Journal, flow: Flow[..., Any], stop: Event) -> None:
+        kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
+        super().__init__(engine, journal, flow, kind(one_thread=True))
+        self.report = _Report(stop)
+
     def play(self) -> None:
         raised = self._body_ends()
         parked = self.sealed is not None and self.sealed.why is Why.PARKED
-        if self.divergence is None and not parked:
+        if self.report.divergence is None and not parked:
             self._check_end(self.misuse or raised)
-        if self.divergence is None:
+        if self.report.divergence is None:
             self._check_nothing_left()
-        if self.divergence is not None:
-            raise self.divergence
+        if self.report.divergence is not None:
+            raise self.report.divergence
 
     def _body_ends(self) -> BaseException | None:
         context: Any = AsyncFlowContext(self) if self.flow.is_async else FlowContext(self)
@@ -120,92 +235,16 @@ class _Replay(Body):
 
     def _check_end(self, raised: BaseException | None) -> None:
         ended = "the end of the flow" if raised is None else f"{type(raised).__name__}: {raised}"
-        if self.expected:
-            self._differs(None, f"a wait for {_waits(self.expected)}", ended)
-        elif raised is not None and self.stop.kind == Kind.EXECUTION_COMPLETED:
+        if self.report.expected:
+            self._differs(None, f"a wait for {_waits(self.report.expected)}", ended)
+        elif raised is not None and self.report.stop.kind == Kind.EXECUTION_COMPLETED:
             self._differs(None, "the end of the flow", ended)
 
     def _check_nothing_left(self) -> None:
         for step_id, frame in self.journal.fold.frames.items():
-            if step_id not in self.asked:
+            if step_id not in self.report.asked:
                 self._differs(step_id, _shown(step_id, frame.args), "the step is not asked for")
                 return
-
-    # What a body asks for.
-
-    @property
-    def is_replaying(self) -> bool:
-        return True
-
-    def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        self.enter("run")
-        return (yield from self._again(steps.id_for(self, tool), tool, args, kwargs))
-
-    def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        self.enter("run_step")
-        tool = steps.tool_of(self, step_id)
-        self.ask(step_id, "by its id")
-        return (yield from self._again(step_id, tool, args, kwargs))
-
-    def _again(
-        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Steps[Any]:
-        given = json.loads(steps._encode_arguments(self, step_id, tool, args, kwargs))
-        frame = self.journal.fold.frames.get(step_id)
-        self.asked.add(step_id)
-        if frame is None:
-            self._leave(step_id, self._not_asked_yet(), f"{_shown(step_id, given)} at {source_line()}")
-        if json.dumps(frame.args) != json.dumps(given):
-            self._leave(step_id, _shown(step_id, frame.args), f"{_shown(step_id, given)} at {source_line()}")
-        if not frame.settled:
-            self._stop_at(step_id, f"step {step_id!r}", lambda wait: wait["key"] == step_id)
-        return (yield from steps.perform(self, step_id, tool, args, kwargs))
-
-    def _not_asked_yet(self) -> str:
-        left = [
-            _shown(name, frame.args)
-            for name, frame in self.journal.fold.frames.items()
-            if name not in self.asked
-        ]
-        return left[0] if left else f"no step, but {self._last()}"
-
-    def _last(self) -> str:
-        return f"a wait for {_waits(self.expected)}" if self.expected else "the end of the flow"
-
-    def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
-        if decision_id not in self.journal.fold.decisions:
-            self.enter("decide")
-            self._leave(None, "no such decision", f"decision {decision_id!r} at {source_line()}")
-        return (yield from super().decide(decision_id, decider))
-
-    def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
-        if note not in self.journal.fold.noted:
-            self._leave(None, "no such event", f"{kind} at {source_line()}")
-
-    def _take_message(self, wait_id: str, name: str) -> bool:
-        return False  # one may have come since the park
-
-    def park(self, reason: str, waits: list[Wait], **how: Any) -> None:
-        [wait] = waits
-        on = f"a wait for {wait.correlation_key or wait.on}"
-        self._stop_at(None, on, lambda expected: expected["id"] == wait.id)
-
-    # Ways out.
-
-    def _stop_at(self, step_id: str | None, what: str, fits: Callable[[Mapping[str, Any]], bool]) -> NoReturn:
-        if not any(fits(wait) for wait in self.expected):
-            self._leave(step_id, self._last(), f"{what} at {source_line()}")
-        raise self.seal(Why.PARKED)
-
-    def _leave(self, step_id: str | None, recorded: str, replayed: str) -> NoReturn:
-        self._differs(step_id, recorded, replayed)
-        raise self.seal(Why.LOST, self.divergence)
-
-    def _differs(self, step_id: str | None, recorded: str, replayed: str) -> None:
-        if self.divergence is None:
-            self.divergence = NonDeterminismError(
-                self.execution_id, self.flow.id, step_id, recorded, replayed
-            )
 
 
 def _waits(waits: list[Mapping[str, Any]]) -> str:

@@ -1,0 +1,59 @@
+"""The harness with parallel branches: replayed at each park, crashed at every point, found out when they differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.test import TestCase
+
+from loom_django import FlowContext, StepContext, flow, loom, tool
+from loom_django.testing import NonDeterminismError, harness
+
+CHANCE = iter(range(1000))
+
+
+@tool(idempotent=True)
+def pack(ctx: StepContext, sku: str) -> str:
+    return f"packed {sku}"
+
+
+@flow("testing.parallel", steps=[pack])
+def parallel_flow(ctx: FlowContext, skus: list[str]) -> dict[str, Any]:
+    def approved(branch: FlowContext) -> Any:
+        branch.run(pack, "first")
+        return branch.suspend("Approval")
+
+    branches: dict[str, Any] = {sku: pack.bind(sku) for sku in skus}
+    return ctx.parallel({**branches, "asks": approved})
+
+
+@flow("testing.parallel.chance", steps=[pack])
+def by_chance(ctx: FlowContext) -> Any:
+    def unsteady(branch: FlowContext) -> Any:
+        branch.run(pack, str(next(CHANCE)))
+        return branch.suspend("Approval")
+
+    return ctx.parallel({"a": unsteady, "b": pack.bind("b")})
+
+
+class ParallelTests(TestCase):
+    def setUp(self) -> None:
+        self.h = self.enterContext(harness())
+
+    def test_branches_replay(self) -> None:
+        """One after the other in a TestCase, parked together, served from the log at each replay."""
+        self.h.stub(pack, calls=lambda ctx, sku: sku.upper())
+        handle = parallel_flow.using(execution_id="p").start(["a", "b"])
+        self.h.run()
+        loom.resume("p", event_type="Approval", payload="yes")
+        self.h.run()
+        self.assertEqual(handle.result(), {"a": "A", "b": "B", "asks": "yes"})
+        self.assertEqual(len(self.h.calls(pack)), 3)
+
+    def test_a_branch_that_asks_for_something_else(self) -> None:
+        """It is found at its first park, and told with its step."""
+        by_chance.using(execution_id="c").start()
+        with pytest.raises(NonDeterminismError) as found:
+            self.h.run()
+        self.assertEqual(found.value.step_id, "pack#1.a")
