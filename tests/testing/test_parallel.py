@@ -48,12 +48,12 @@ class ParallelTests(TestCase):
         self.h.run()
         loom.resume("p", event_type="Approval", payload="yes")
         self.h.run()
-        self.assertEqual(handle.result(), {"a": "A", "b": "B", "asks": "yes"})
-        self.assertEqual(len(self.h.calls(pack)), 3)
+        assert handle.result() == {"a": "A", "b": "B", "asks": "yes"}
+        assert len(self.h.calls(pack)) == 3
 
     def test_a_branch_that_asks_for_something_else(self) -> None:
         """It is found at its first park, and told with its step."""
         by_chance.using(execution_id="c").start()
         with pytest.raises(NonDeterminismError) as found:
             self.h.run()
-        self.assertEqual(found.value.step_id, "pack#1.a")
+        assert found.value.step_id == "pack#1.a"
