@@ -5,6 +5,7 @@
 #   make test     the whole suite, on SQLite and on PostgreSQL
 #   make test ARGS="tests/kernel -k codec"     a part of it
 #   make chaos SECONDS=600 SEED=7    workers killed and PostgreSQL restarted for so long, then all accounted for
+#   make bench    what loom costs, beside a bare driver loop; ARGS="--backend sqlite" for a part
 #   make check    what has to be clean before a change goes in, without the tests
 #
 # PYTHON=python3.13 chooses the interpreter, VENV=folder the environment, DJANGO="django~=6.0.0" the Django,
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo serve test chaos check lint format types layers migrations-check docs wheel clean
+.PHONY: help demo serve test chaos bench check lint format types layers migrations-check docs wheel clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -75,6 +76,9 @@ DATABASE ?= postgresql
 chaos: $(VENV)/.has-test
 	@$(BIN)/python -m tests.chaos chaos --database $(DATABASE) --seconds $(SECONDS) --seed $(SEED) \
 	    --flows $$(($(SECONDS) * 200 / 60))
+
+bench: $(VENV)/.has-test
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 check: lint types layers migrations-check docs
 

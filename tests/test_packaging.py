@@ -90,12 +90,13 @@ def test_the_metadata_says_what_is_supported(wheel, names):
 
 
 def test_the_source_archive_can_be_tested(dist):
-    """Who packages loom_django for a distribution finds the tests and the documentation in the source."""
+    """Who packages loom_django for a distribution finds tests, benchmarks and documentation in the source."""
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         names = {name.partition("/")[2] for name in source.getnames()}
 
-    assert {"tests/conftest.py", "docs/index.md", "LICENSE", "pyproject.toml", "manage.py"} <= names
+    wanted = {"tests/conftest.py", "benchmarks/__main__.py", "docs/index.md", "LICENSE", "pyproject.toml"}
+    assert {*wanted, "manage.py"} <= names
 
 
 def test_the_wheel_installs_and_imports(wheel, tmp_path):
