@@ -21,6 +21,9 @@ log = logging.getLogger("loom_django.leases")
 # A keeper with nothing to keep ends its thread after so many seconds, and its connection with it.
 IDLE = 5.0
 
+# While renewals keep failing, one line in so many seconds.
+REPORT_EVERY = 30.0
+
 
 @dataclass(slots=True)
 class _Held:
@@ -43,6 +46,7 @@ class LeaseKeeper:
         self._held: dict[tuple[str, int], _Held] = {}
         self._thread: threading.Thread | None = None
         self._keeping = False
+        self._reported_at = float("-inf")
         self.broken = False  # a thread has broken off at some time, even if another one took over
 
     def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
@@ -129,7 +133,9 @@ class LeaseKeeper:
             kept = self._store.renew(list(latest.items()), ttl=self._settings().LEASE_TTL)
             self._store.measure()
         except Exception as exc:
-            log.warning("leases could not be renewed: %s", exc)
+            if time.monotonic() - self._reported_at >= REPORT_EVERY:
+                self._reported_at = time.monotonic()
+                log.warning("leases could not be renewed: %s", exc)
             return
         for lease in latest.items():
             if lease[0] not in kept:

@@ -7,6 +7,7 @@ costs a poll.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -27,6 +28,9 @@ GAP: Final = 0.05
 # gone before the test database is dropped.
 LINGER: Final = 5.0
 LINGER_IN_TESTS: Final = 0.05
+
+# How long a process that ends waits for its last notice, in seconds.
+AT_EXIT: Final = 1.0
 
 # How often a listener looks if it is to end, in seconds, and how long it rests after a failure.
 SLICE: Final = 0.5
@@ -78,7 +82,7 @@ class Notifier:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._condition = threading.Condition()
-        self._asked = False
+        self._asked = self._sent = 0
         self._sending = False
 
     def ring(self) -> None:
@@ -89,20 +93,31 @@ class Notifier:
         if self._pid != os.getpid():
             self._begin()  # a forked child has no such thread
         with self._condition:
-            self._asked = True
+            if not self._asked:
+                atexit.register(self.flush)
+            self._asked += 1
             if not self._sending:
                 self._sending = True
                 threading.Thread(target=self._send, name="loom-notices", daemon=True).start()
-            self._condition.notify()
+            self._condition.notify_all()
+
+    def flush(self) -> None:
+        """Wait for what is to be sent, when a process ends that has only just asked; not for long."""
+        with self._condition:
+            if self._pid == os.getpid():
+                self._condition.wait_for(lambda: self._sent == self._asked, AT_EXIT)
 
     def _send(self) -> None:
         try:
-            while self._wait_for_one():
+            while asked := self._wait_for_one():
                 try:
                     self._store.notify()
                 except Exception as exc:
                     self._report("a notice could not be sent; loops find out at their next poll: %s", exc)
                     self._store.close_connections()
+                with self._condition:
+                    self._sent = asked
+                    self._condition.notify_all()
                 time.sleep(GAP)
         except BaseException:
             with self._condition:
@@ -111,13 +126,14 @@ class Notifier:
         finally:
             self._store.close_connections()
 
-    def _wait_for_one(self) -> bool:
+    def _wait_for_one(self) -> int:
+        """How many were asked for, once there is one that is not sent; 0, the thread's end, after a while."""
         with self._condition:
             linger = LINGER_IN_TESTS if compat.in_test_run() else LINGER
-            asked, self._asked = self._condition.wait_for(lambda: self._asked, linger), False
-            if not asked:
-                self._sending = False
-            return asked
+            if self._condition.wait_for(lambda: self._asked > self._sent, linger):
+                return self._asked
+            self._sending = False
+            return 0
 
 
 class Listener:

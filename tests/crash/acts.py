@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
@@ -33,8 +35,8 @@ from tests.shop.models import Order
 TASK_WORKER = ("db_worker", "--batch", "--no-startup-delay", "--interval", "0")
 
 
-def start(flow: str, *ids: str, args: tuple[Any, ...] = ()) -> list[str]:
-    return [loom.start(flow, args=args, execution_id=id).status for id in ids]
+def start(flow: str, *ids: str, args: tuple[Any, ...] = (), **options: Any) -> list[str]:
+    return [loom.start(flow, args=args, execution_id=id, **options).status for id in ids]
 
 
 def start_until(execution_id: str, when: str) -> str:
@@ -207,6 +209,40 @@ def break_lease_keeper() -> None:
     loom.engine.keeper.tick = tick  # type: ignore[attr-defined]
 
 
+def break_bodies() -> None:
+    """From now on a thread of this process that runs bodies dies when it has one."""
+    from loom_django.services.worker import WorkerService
+
+    def run(self: Any, claim: Any) -> None:
+        raise MemoryError("no more")
+
+    WorkerService._run = run  # type: ignore[method-assign]
+
+
+def break_listener() -> None:
+    """From now on the thread of this process that hears notices dies when it begins to."""
+
+    def listen() -> None:
+        raise SystemExit
+
+    loom.store.listen = listen  # type: ignore[assignment,method-assign]
+
+
+def sleep_many(count: int, prefix: str) -> dict[str, Any]:
+    """Have a worker of this process park so many executions, and measure it after half of them and after all."""
+    loom.start("slept", execution_id=f"{prefix}-warm-up")
+    measured = []
+    for half in range(2):
+        for number in range(count // 2):
+            loom.start("slept", execution_id=f"{prefix}-{half}-{number}")
+        call_command("run_loom_worker", "--once", stdout=io.StringIO())
+        gc.collect()
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        measured.append(resident)
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("loom-body")]
+    return {"resident": measured, "threads": threads}
+
+
 def start_in_a_fork(flow: str, first: str, second: str) -> int:
     """Run one execution here and another one in a forked child, which has the lease thread of neither."""
     loom.start(flow, execution_id=first)
@@ -259,6 +295,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     for call in (
         start, start_until, command, enqueue, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
         declare_schedule, look_at_schedules,
-        recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, start_in_a_fork,
+        recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, break_bodies,
+        break_listener, sleep_many, start_in_a_fork,
     )
 }  # fmt: skip

@@ -251,6 +251,66 @@ def gate_once(ctx: FlowContext) -> list[str]:
     return [ctx.run(gated_once), ctx.run(charge)]
 
 
+# Steps that do not let others of their process have a turn.
+
+
+@tool(idempotent=True)
+def burn(ctx: StepContext, seconds: float) -> int:
+    """Pure Python, all the time."""
+    effect(ctx)
+    turns, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        turns += 1
+    return turns
+
+
+@tool(idempotent=True)
+async def block(ctx: StepContext, seconds: float) -> None:
+    """Its event loop stands still."""
+    effect(ctx)
+    time.sleep(seconds)
+
+
+@flow("burns", steps=[burn])
+def burns(ctx: FlowContext, seconds: float) -> int:
+    return ctx.run(burn, seconds)
+
+
+@flow("blocks", steps=[block])
+async def blocks(ctx: AsyncFlowContext, seconds: float) -> None:
+    await ctx.run(block, seconds)
+    time.sleep(seconds)
+
+
+@tool(idempotent=True)
+def span(ctx: StepContext, seconds: float) -> None:
+    """Tells from when to when it was at work."""
+    began = time.monotonic()
+    time.sleep(seconds)
+    with Path(os.environ[LEDGER]).with_name("spans").open("a") as spans:
+        spans.write(f"{began} {time.monotonic()} {ctx.execution_id}\n")
+
+
+@flow("spans", steps=[span, span.named("again")])
+def spans(ctx: FlowContext, seconds: float) -> None:
+    """At work, asleep, and at work again."""
+    ctx.run(span, seconds)
+    ctx.sleep(0.05)
+    ctx.run(span.named("again"), seconds)
+
+
+@tool
+def idle_step(ctx: StepContext) -> None:
+    """As quick as a step can be."""
+
+
+@flow("naps", steps=[idle_step])
+def naps(ctx: FlowContext, count: int, seconds: float) -> None:
+    for number in range(count):
+        ctx.sleep(seconds)
+        ctx.run(idle_step.keyed(number))
+
+
 # Attempts and their keys.
 
 
@@ -311,11 +371,6 @@ def played(ctx: FlowContext) -> dict[str, Any]:
     done.append(ctx.suspend("Go", timeout=3600))
     done.append(ctx.run(quick.keyed("again")))
     return {"done": done}
-
-
-@tool
-def idle_step(ctx: StepContext) -> None:
-    """As quick as a step can be."""
 
 
 @flow("idle", steps=[idle_step])

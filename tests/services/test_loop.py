@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loom_django.services.loop import Loop, Service, stop_on_signals
+from loom_django.services.loop import ROUND_UP, Loop, Service, stop_on_signals
 
 pytestmark = pytest.mark.once
 
@@ -111,3 +112,73 @@ def test_a_ready_file_that_cannot_be_written_ends_nothing(
         assert loop.run() is True
     assert service.calls == 5
     assert [record.message.startswith("the ready file") for record in caplog.records] == [True]
+
+
+def sleeping(next_in: Callable[[], float | None], *services: Service) -> Loop:
+    return Loop(services, interval=lambda: 8.0, after_turn=lambda: None, draw=lambda: 0.5, next_in=next_in)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "pause"), [(None, 8.0), (3600.0, 8.0), (0.5, 0.5 + ROUND_UP), (0.0, ROUND_UP), (-9.0, ROUND_UP)]
+)
+def test_it_sleeps_until_what_is_due_and_no_longer_than_a_poll(ahead: float | None, pause: float) -> None:
+    """What is known of the future shortens the wait; the poll bounds it."""
+    assert sleeping(lambda: ahead)._pause() == pause
+
+
+def test_what_is_not_known_does_not_end_the_loop() -> None:
+    """A database that is away while it is asked for what comes next; and a service that fails asks nothing."""
+
+    def fails() -> float:
+        raise ConnectionError("away")
+
+    assert sleeping(fails)._pause() == 8.0
+    loop = sleeping(lambda: 0.0, Scripted("bad", ConnectionError()))
+    loop.turn()
+    assert loop.failing
+    assert loop._pause() == 8.0
+
+
+def test_the_ready_file_grows_old_while_the_loop_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alive is not at work: whoever watches the file's age sees the difference."""
+    monkeypatch.setattr("loom_django.services.loop.REPORT_PROGRESS_EVERY", 0.0)
+    hangs, inside, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Hanging:
+        name = "hanging"
+
+        def tick(self) -> bool:
+            if hangs.is_set():
+                inside.set()
+                assert go_on.wait(20)
+            return False
+
+    ready = tmp_path / "ready"
+    loop = loop_of(Hanging())
+    loop.ready_file = ready
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+
+    def told_at() -> float:
+        return float(json.loads(ready.read_text())["at"]) if ready.exists() else 0.0
+
+    def passes(at: float) -> bool:
+        deadline = time.monotonic() + 20
+        while told_at() <= at and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return told_at() > at
+
+    assert passes(0.0)
+    assert passes(told_at())
+    hangs.set()
+    assert inside.wait(20)
+    stuck = told_at()
+    time.sleep(0.1)  # ten polls
+    assert told_at() == stuck
+    hangs.clear()
+    go_on.set()
+    assert passes(stuck)
+    loop.request_stop()
+    thread.join(20)

@@ -1,0 +1,139 @@
+"""What a look for work costs: index probes, however much lies behind, beside or ahead of what is wanted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from loom_django.stores import store_for
+from loom_django.stores.base import Known, Ownership, QueueLimits
+from loom_django.testing.conformance import StoreConformance
+from tests.crash.kit import on_postgresql
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+# Ten million in the fault that this is about; what an index makes of them is the same.
+TIMERS = 200_000
+READY = 3_000
+DUE = 5_000
+BATCH = 1_000
+# Pages that a look may touch: a few for each probe of an index, and those of the catalogue.
+MOST_PAGES = 60
+
+
+def add_timers(count: int, *, ahead: int) -> None:
+    """Timer rows a millisecond apart, the first one so many seconds from now."""
+    now, rows = "now()", f"generate_series(1, {count}) as n"
+    at = f"{now} + interval '{ahead} seconds' + n * interval '1 millisecond'"
+    name = "'sleeper-' || n"
+    if not on_postgresql():
+        rows = (
+            f"(with recursive s(n) as (select 1 union all select n + 1 from s limit {count}) select n from s)"
+        )
+        at = f"strftime('%Y-%m-%d %H:%M:%f', 'now', '{ahead} seconds', (n * 0.001) || ' seconds')"
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "insert into loom_timer (execution_id, wake_at, deadline, tries) "
+            f"select {name}, {at}, {'false, 0' if on_postgresql() else '0, 0'} from {rows}"
+        )
+    analyze()
+
+
+def analyze() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("vacuum analyze loom_timer" if on_postgresql() else "analyze")
+        if on_postgresql():
+            cursor.execute("vacuum analyze loom_execution")
+
+
+def walks(look: Callable[[], Any]) -> list[str]:
+    """Where the statements of a look walk over a whole table; on PostgreSQL the pages are counted as well."""
+    with CaptureQueriesContext(connection) as sent:
+        look()
+    found: list[str] = []
+    for sql in [
+        query["sql"] for query in sent.captured_queries if re.search("(?i)select|update", query["sql"])
+    ]:
+        found += _walks_on_postgresql(sql) if on_postgresql() else _walks_on_sqlite(sql)
+    return found
+
+
+def _walks_on_postgresql(sql: str) -> list[str]:
+    with connection.cursor() as cursor:
+        cursor.execute("begin")
+        try:
+            cursor.execute(f"explain (analyze, buffers, format json) {sql}")
+            plan = cursor.fetchone()[0]
+        finally:
+            cursor.execute("rollback")
+    (top,) = plan if isinstance(plan, list) else json.loads(plan)
+    pages = top["Plan"]["Shared Hit Blocks"] + top["Plan"]["Shared Read Blocks"]
+    found = re.findall(r"Seq Scan.{0,80}(loom_(?:timer|execution))", json.dumps(plan))
+    return found + ([f"{pages} pages: {sql}"] if pages > MOST_PAGES else [])
+
+
+def _walks_on_sqlite(sql: str) -> list[str]:
+    with connection.cursor() as cursor:
+        cursor.execute("explain query plan " + sql.replace("%", "%%"))
+        steps = [row[3] for row in cursor.fetchall()]
+    sorted_rows = "TEMP B-TREE" if "lanes" not in sql else "lanes are sorted, and they are few"
+    return [step for step in steps if re.match(r"SCAN (?:x|t|loom_\w+)$", step) or sorted_rows in step]
+
+
+class TestPlans(StoreConformance):
+    def make_store(self) -> Any:
+        return store_for("default")
+
+    def due(self, limit: int = 50) -> int:
+        return len(self.store.claim_due(limit=limit, hold=60, known=Known({"f": 1}), redrive=True))
+
+    def claim(self, **options: Any) -> int:
+        lease: dict[str, Any] = {"owner": "me", "token": 7, "ttl": 60, "known": self.known}
+        return len(self.store.claim_ready(**{**lease, "limit": 10, **options}))
+
+    def test_a_poll_with_nothing_due_is_a_probe(self) -> None:
+        """However many timers are ahead; so is the look for the one that comes next."""
+        add_timers(TIMERS, ahead=3600)
+        self.store.upcoming()
+        assert walks(self.due) == []
+        assert walks(self.store.upcoming) == []
+        assert self.due() == 0
+
+    def test_a_batch_of_due_timers_costs_what_the_batch_costs(self) -> None:
+        """Counted in statements: each batch one look (on SQLite one more for each row), each row taken once."""
+        add_timers(DUE, ahead=-3600)
+        with CaptureQueriesContext(connection) as sent:
+            batches = [self.due(BATCH) for _ in range(DUE // BATCH + 1)]
+        assert batches == [BATCH] * (DUE // BATCH) + [0]
+        looks = [query for query in sent.captured_queries if "coalesce(t.not_before" in query["sql"]]
+        assert len(looks) == len(batches)
+        assert len(sent.captured_queries) <= (len(batches) if on_postgresql() else 1 + DUE + 3 * len(batches))
+
+    def test_a_claim_looks_at_nothing_that_it_may_not_take(self) -> None:
+        """Neither a long queue that others serve, nor one at its limit, nor what is to be ready some day."""
+        later = self.store.now() + timedelta(days=1)
+        logs = [self.log() for _ in range(READY)]
+        ownerships = [Ownership("ready", at=None if number % 2 else later) for number in range(READY)]
+        commits = [
+            log.start(ownership, queue="long", priority=number % 3)
+            for number, (log, ownership) in enumerate(zip(logs, ownerships, strict=True))
+        ]
+        assert self.store.append_many(commits) == [None] * READY
+        self.started(Ownership("held", owner="o", token=1, ttl=60), queue="full")
+        self.started(queue="full")
+        analyze()
+        full: dict[str, Any] = {"owner": "me", "token": 7, "ttl": 60, "limit": 10, "known": self.known}
+        self.store.claim_limited("none", QueueLimits(rate=1.0), **full)
+        assert walks(lambda: self.claim(queues=["mine"])) == []
+        assert walks(lambda: self.claim(besides=["long", "full"])) == []
+        assert walks(lambda: self.store.claim_limited("full", QueueLimits(concurrency=1), **full)) == []
+        assert walks(lambda: self.store.upcoming(queues=["mine"])) == []
+        assert walks(self.store.upcoming) == []
+        assert self.claim(queues=["long"]) == 10
