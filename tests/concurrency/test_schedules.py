@@ -48,18 +48,22 @@ def complaints(child: Child) -> list[str]:
     ]
 
 
-def test_four_nodes_with_clocks_that_disagree(lab: Lab):
+@pytest.mark.parametrize("isolation", [None, pytest.param(3, marks=only_postgresql, id="repeatable-read")])
+def test_four_nodes_with_clocks_that_disagree(lab: Lab, isolation: int | None):
     """They look every 15 seconds, at the same moment, one of them 900 ms ahead: one execution per occurrence.
 
-    The losers write no line beyond debug, and each of them goes on to win or lose the next one.
+    The losers write no line beyond debug, and each of them goes on to win or lose the next one; also where a project
+    has a stricter isolation, under which the database breaks the loser's transaction off.
     """
+    database = {} if isolation is None else {"OPTIONS": {"isolation_level": isolation}}
     looks = every(15, of=14)
     nodes = [
         lab.spawn_acts(
             [
                 ("declare_schedule", ["* * * * *"], {}),
                 ("look_at_schedules", [looks], {"skew": skew, "folder": str(lab.folder), "nodes": 4}),
-            ]
+            ],
+            database=database,
         )
         for skew in (0.0, 0.9, 0.0, -0.2)
     ]
