@@ -6,6 +6,7 @@
 #   make test ARGS="tests/kernel -k codec"     a part of it
 #   make chaos SECONDS=600 SEED=7    workers killed and PostgreSQL restarted for so long, then all accounted for
 #   make bench    what loom costs, beside a bare driver loop; ARGS="--backend sqlite" for a part
+#   make locks    the hunt for deadlocks on PostgreSQL, at full length
 #   make check    what has to be clean before a change goes in, without the tests
 #
 # PYTHON=python3.13 chooses the interpreter, VENV=folder the environment, DJANGO="django~=6.0.0" the Django,
@@ -79,6 +80,10 @@ chaos: $(VENV)/.has-test
 
 bench: $(VENV)/.has-test
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+locks: $(VENV)/.has-test
+	@LOOM_TEST_OPERATIONS=2000 LOOM_TEST_DATABASE=postgresql $(BIN)/python -m tests.postgres run -- \
+	    $(BIN)/python -m pytest tests/concurrency/test_lock_order.py --timeout 900
 
 check: lint types layers migrations-check docs
 

@@ -395,6 +395,8 @@ class PostgresStore(SqlStore):
 
         def land() -> None:
             with self._under_fence(commit.execution_id, None):
+                if self._is_another(commit):
+                    raise SequenceOccupied(commit.execution_id, commit.first_sequence)
                 if (refused := self._land_under_fence(commit)) is not None:
                     raise refused
 

@@ -39,7 +39,8 @@ class Parts:
 
     ``lock``: an event answers or ends a park, so the fence rows are locked: an acquirer sees the answer, or
     the answer is refused. NO KEY UPDATE and not SHARE: two who share a row would wait for each other when
-    each goes on to write it. ``fences``: fence rows are written. ``groups``: commits that land together.
+    each goes on to write it, and a row that nobody goes on to write is that of one execution, of whose
+    answers one lands anyhow, so that there is nothing to share. ``fences``: fence rows are written. ``groups``: commits that land together.
     ``owners``: somebody else is to run an execution then. ``fresh``: some are starts.
     """
 
@@ -180,70 +181,75 @@ def _guard(parts: Parts) -> list[str]:
     return [fit, _whole("landing", "fit")] if parts.groups else [fit]
 
 
-def _whole(name: str, source: str, condition: str = "") -> str:
+def _whole(name: str, source: str) -> str:
     """Of commits that land together none is left if one has gone."""
     return f"""{name} as materialized (
         select * from (
-            select {source}.*, count(*) over (partition by g) as {name}_met from {source} {condition}
-        ) whole where {name}_met = size
+            select {source}.*, count(*) over (partition by g) as met from {source}
+        ) whole where met = size
     )"""
 
 
 def _guard_with_fences(parts: Parts) -> list[str]:
-    """Rows that are there are read under their locks, all in one go in order of id; what a lock waited for is
-    seen. One that is not there is made, and if somebody else made it meanwhile, it must still be untouched:
-    a wake or an acquire that the look did not see refuses the park.
-    """
-    made = """
-        cross join (select count(*) from fenced) done where not parks or (
-            (not unfenced or id in (select execution_id from fenced))
-            and (not unseen or wakes_of in (select execution_id from fenced))
-        )
+    """All fence rows are reached in one go in order of id: locked where they are there, made where they are
+    needed and are not. (An upsert that updates nothing locks all the same.) Rows that are there are read then,
+    as they are under the lock. One that somebody made after this statement's snapshot cannot be read, and one
+    that was just made cannot be written: what needs that is let fall and sent again.
     """
     locked = f"""locked as materialized (
-        select ids.id, f.token, f.wakes from (
-            select id from d where k = 'c'
-            union select wakes_of from d where k = 'c' and parks
-            union select other from d where k = 'w'
-            order by 1
-        ) ids left join lateral (
+        select ids.id, f.token, f.wakes, made.execution_id is not null as made
+        from ids cross join (select count(*) from reached) done
+        left join reached made on made.execution_id = ids.id
+        left join lateral (
             select token, wakes from loom_fence where execution_id = ids.id {_look(parts)}
         ) f on true
     )"""
-    fit = f"""fit as materialized (
-        select c.*, {_now(parts)},
-            own.token as held, own.token is null as unfenced, seen.token is null as unseen
+    name = "fit" if parts.groups else "landing"
+    fit = f"""{name} as materialized (
+        select c.*, {_now(parts)}, own.token as held
         from d c join locked own on own.id = c.id left join locked seen on seen.id = c.wakes_of
         where c.k = 'c' and {_PRESENTED} and {_FOLLOWS}
         and (c.wakes is null or c.wakes = coalesce(seen.wakes, 0))
+        and (not c.parks or (
+            (own.made or own.token is not null) and (seen.made or seen.token is not null)
+        ))
+        and not exists (
+            select 1 from d w join locked woken on woken.id = w.other
+            where w.k = 'w' and w.id = c.id and woken.token is null
+        )
     )"""
-    if parts.groups:
-        return [
-            locked,
-            fit,
-            _whole("whole", "fit"),
-            _FENCED.format("whole"),
-            _whole("landing", "whole", made),
-        ]
-    landing = f"landing as materialized (select fit.* from fit {made})"
-    return [locked, fit, _FENCED.format("fit"), landing]
+    return [_IDS, _REACHED, locked, fit, *([_whole("landing", "fit")] if parts.groups else []), _FENCED]
 
 
+_IDS: Final = """ids as materialized (
+    select id, bool_or(needed) as needed from (
+        select id, parks as needed from d where k = 'c'
+        union all select wakes_of, true from d where k = 'c' and parks
+        union all select other, true from d where k = 'w'
+    ) i group by id order by id
+)"""
+
+_REACHED: Final = """reached as (
+    insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+    select id, 0, 0, 0, 0 from ids
+    where needed or (select true from loom_fence f where f.execution_id = ids.id limit 1)
+    order by id
+    on conflict (execution_id) do update set token = loom_fence.token where false
+    returning execution_id
+)"""
+
+# An upsert and not an update, though each of these rows is there: it goes by the key, whatever the plan.
 _FENCED: Final = """fenced as (
     insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
     select id, max(moves), sum(wakes), 0, 0 from (
-        select id, 0 as moves, 0 as wakes from {0} where parks and unfenced
-        union all select wakes_of, 0, 0 from {0} where parks and unseen
-        union all select id, 1, 0 from {0} where fresh and held > 0
-        union all select d.other, 0, 1 from d join {0} on {0}.id = d.id where d.k = 'w'
-    ) f group by id order by id
+        select id, 1 as moves, 0 as wakes from landing where fresh and held > 0
+        union all select d.other, 0, 1 from d join landing l on l.id = d.id where d.k = 'w'
+    ) m group by id order by id
     on conflict (execution_id) do update set
         token = loom_fence.token + excluded.token,
         wakes = loom_fence.wakes + excluded.wakes,
         recoveries = case when excluded.token > 0 then 0 else loom_fence.recoveries end,
         recovered_sequence = case when excluded.token > 0 then 0 else loom_fence.recovered_sequence end
-    where excluded.token > 0 or excluded.wakes > 0 or (loom_fence.token = 0 and loom_fence.wakes = 0)
-    returning execution_id
 )"""
 
 _LOGGED: Final = """logged as (

@@ -281,13 +281,23 @@ class SqlStore(ScheduleCalls, ABC):
             if self._had_landed(commit):
                 return
             changed = Changed(commit.execution_id, commit.first_sequence)
-            if token != fence:
+            if token != fence or self._is_another(commit):
                 raise changed
             refused = self._land_under_fence(replace(commit, fence=token))
             if isinstance(refused, AppendRefused):
                 raise changed from refused
             if refused is not None:
                 raise refused
+
+    def _is_another(self, commit: Commit) -> bool:
+        """True if what had ended was deleted, and its id begun anew: the log may be as long as it was."""
+        seen = commit.projection
+        names = {
+            "id": commit.execution_id,
+            "status": str(seen.status),
+            "created_at": from_micros(seen.created_at),
+        }
+        return commit.after_end and bool(self._run("other_life", names))
 
     def _land_under_fence(self, commit: Commit) -> Exception | None:
         """Land a commit in the open transaction, which holds its fence row."""

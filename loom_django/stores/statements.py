@@ -199,6 +199,14 @@ SHARED: Final = named(
         """,
         repeatable=True,
     ),
+    Statement(
+        "other_life",
+        "Whether the row is of another execution of that id than the one that ended as it was seen.",
+        """
+        select 1 from loom_execution
+        where id = %(id)s and not (status = %(status)s and created_at = $at(created_at))
+        """,
+    ),
     # Deletion: in the lock order, the fence row first ("hold_fence").
     Statement(
         "finished",

@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 from django.db import connection, connections, transaction
+from psycopg import sql
 
 from tests import postgres
 
@@ -38,6 +39,38 @@ def wait_until_blocked(count: int = 1, *, by: int | None = None) -> list[int]:
             if len(rows) >= count:
                 return [row[0] for row in rows]
     raise AssertionError(f"{count} were expected to wait for a lock")
+
+
+def wait_until_alone() -> None:
+    """Wait until no backend but this thread's is there: those that ended have told their statistics."""
+    deadline = time.monotonic() + 20
+    connection.ensure_connection()
+    own = connection.connection.info.backend_pid
+    others = """
+        select pid, backend_type, state, query from pg_stat_activity
+        where datname = current_database() and backend_type = 'client backend' and pid not in (%s, %s)
+    """
+    with connect(autocommit=True) as looker:
+        while found := looker.execute(others, [own, looker.info.backend_pid]).fetchall():
+            assert time.monotonic() < deadline, f"other backends stay: {found}"
+
+
+@contextmanager
+def database_default(setting: str, value: str) -> Iterator[None]:
+    """The test's database has this default for a setting, for all that connect from now on."""
+    name = sql.Identifier(str(connection.settings_dict["NAME"]))
+    command = sql.SQL("alter database {} {} {} {}")
+
+    def alter(act: str, what: sql.Composable) -> None:
+        with connect(autocommit=True) as operator:
+            operator.execute(command.format(name, sql.SQL(act), sql.Identifier(setting), what))
+        connection.close()
+
+    alter("set", sql.SQL("= {}").format(sql.Literal(value)))
+    try:
+        yield
+    finally:
+        alter("reset", sql.SQL(""))
 
 
 def deadlocks() -> int:
@@ -73,8 +106,8 @@ class InThread:
         finally:
             connections.close_all()
 
-    def join(self) -> Any:
-        self._thread.join(30)
+    def join(self, patience: float = 30) -> Any:
+        self._thread.join(patience)
         assert not self._thread.is_alive(), "still waiting"
         if self.error is not None:
             raise self.error

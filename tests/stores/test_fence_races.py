@@ -6,13 +6,15 @@ One side is held in the middle of its transaction, and the other is seen to wait
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 
 from loom_django.errors import OpenTransactionError, StaleFenceError
 from loom_django.kernel.events import Event, Kind
@@ -37,7 +39,16 @@ import psycopg
 
 from loom_django.stores import postgresql, postgresql_append
 from loom_django.stores.postgresql import PostgresStore, acquire_if_script
-from tests.stores.rivals import InBlock, InThread, connect, holding, wait_until_blocked
+from tests.stores.rivals import (
+    InBlock,
+    InThread,
+    connect,
+    database_default,
+    deadlocks,
+    holding,
+    wait_until_alone,
+    wait_until_blocked,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -61,15 +72,8 @@ def answer(log: Log, kind: str, fence: int | None = None) -> Commit:
 @pytest.fixture
 def default_level(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test's database has this isolation as its default, for all that connect from now on."""
-    level = request.param
-    with connect(autocommit=True) as operator:
-        name = psycopg.sql.Identifier(connection.settings_dict["NAME"])
-        command = psycopg.sql.SQL("alter database {} {} default_transaction_isolation {}")
-        operator.execute(command.format(name, psycopg.sql.SQL("set"), psycopg.sql.SQL(f"= '{level}'")))
-        connection.close()
-        yield level
-        operator.execute(command.format(name, psycopg.sql.SQL("reset"), psycopg.sql.SQL("")))
-    connection.close()
+    with database_default("default_transaction_isolation", request.param):
+        yield request.param
 
 
 class Races(StoreConformance):
@@ -247,6 +251,71 @@ class TestStepFacts(Races):
             assert self.store.acquire_fence(log.id) == 2
             InThread(lambda: self.store.append(log.commit(fence=1))).join()
         self.refused(log.commit(fence=1), StaleFenceError)
+
+
+class TestLockOrder(Races):
+    """Fence rows are locked in order of id, also those that an append finds missing."""
+
+    @pytest.fixture(autouse=True)
+    def _no_deadlock(self) -> Iterator[None]:
+        before = deadlocks()
+        with database_default("deadlock_timeout", "100ms"):
+            yield
+        wait_until_alone()
+        assert deadlocks() == before
+
+    def test_a_row_that_was_made_meanwhile(self) -> None:
+        """It comes first in order: whoever did not find it makes it before anything else is waited for."""
+        made, there = sorted((self.running(), self.running()), key=lambda log: log.id)
+        self.store.append(there.park())
+        ends = [self.running().end(wake=(made.id, there.id)) for _ in range(2)]
+        with holding(f"select from loom_fence where execution_id = '{there.id}' for update") as rival:
+            late = InThread(lambda: self.store.append(ends[0]))
+            wait_until_blocked(by=rival.info.backend_pid)
+            parking = InThread(lambda: self.store.append(made.park()))
+            later = InThread(lambda: self.store.append(ends[1]))
+            wait_until_blocked(3)
+            rival.commit()
+        for one in (late, parking, later):
+            one.join()
+        assert (self.store.wakes(made.id), self.store.wakes(there.id)) == (2, 2)
+
+
+class TestLockMode(Races):
+    """Why an append does not share the rows that it locks."""
+
+    def ends(self) -> tuple[Log, list[Commit]]:
+        parent = self.parked()
+        return parent, [self.running().end(wake=(parent.id,)) for _ in range(2)]
+
+    def shared(self, commit: Commit) -> None:
+        """As an append would begin that reads the rows FOR SHARE, and as it goes on."""
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(
+                "select from loom_fence where execution_id = any(%s) for share", [list(commit.wake)]
+            )
+            self.barrier.wait(30)
+            self.store.append(commit)
+
+    def test_two_ends_that_share_their_parent_s_row_wait_for_each_other(self) -> None:
+        """Each goes on to write the row: the server ends one of them."""
+        self.barrier = threading.Barrier(2)
+        parent, commits = self.ends()
+        before = deadlocks()
+        with database_default("deadlock_timeout", "100ms"):
+            both = [InThread(partial(self.shared, commit)) for commit in commits]
+            outcomes = [self.outcome(one) for one in both]
+        assert sorted(outcomes) == ["40P01", "landed"]
+        wait_until_alone()
+        assert deadlocks() == before + 1
+        assert self.store.wakes(parent.id) == 1
+
+    def outcome(self, thread: InThread) -> str:
+        try:
+            thread.join()
+        except OperationalError as error:
+            return str(postgresql.sqlstate(error))
+        return "landed"
 
 
 class TestWithoutTheGuards(Races):
@@ -461,6 +530,22 @@ class TestUnchangedAndDeleted(Races):
             noting.join()
         assert self.rows(log) == self.GONE
         assert self.fenced_row(log) == fenced
+
+    @pytest.mark.parametrize("unchanged", [False, True])
+    def test_a_note_is_of_one_life_of_an_id(self, fenced: bool, unchanged: bool) -> None:
+        """Deleted, begun anew and as long as it was: what was judged is not what is there now."""
+        log = self.ended(fenced=fenced)
+        fence = self.store.fence(log.id)
+        note = log.fork().commit(Kind.OUTCOME_RECORDED if unchanged else Kind.EXECUTION_DENIED)
+        assert self.store.delete_execution(log.id)
+        again = Log(log.id, log.flow_id)
+        self.store.append(again.start(held_by()))
+        self.store.append(again.park(fence=self.store.fence(log.id) or None))
+        append = partial(self.store.append_if_unchanged, fence=fence) if unchanged else self.store.append
+        with pytest.raises(Changed if unchanged else SequenceOccupied):
+            append(note)
+        assert len(self.store.read(log.id)) == PARK
+        assert self.owner(again) == "parked"
 
     def test_of_two_deletions_one_deletes(self, fenced: bool) -> None:
         """The other finds nothing, and leaves no row."""
