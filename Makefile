@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo serve test chaos bench check lint format types layers migrations-check docs wheel clean
+.PHONY: help demo serve test chaos bench locks check lint format types layers migrations-check docs wheel clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
