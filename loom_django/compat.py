@@ -95,6 +95,7 @@ class ImmediateAtomic(Atomic):
 
     def __enter__(self) -> None:
         connection: Any = connections[self.using or "default"]
+        connection.ensure_connection()  # which sets the mode; a connection that is made later would set it back
         mode, connection.transaction_mode = connection.transaction_mode, "IMMEDIATE"
         try:
             super().__enter__()

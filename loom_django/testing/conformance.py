@@ -26,7 +26,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from loom_django.errors import StaleFenceError
-from loom_django.kernel.events import Event, Kind, pack
+from loom_django.kernel.events import ANSWERING, CLASSIFICATION, Event, Kind, pack
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.projection import project
 from loom_django.kernel.state import Status
@@ -34,6 +34,7 @@ from loom_django.stores.base import (
     KEEP,
     NOBODY,
     READY,
+    Acquired,
     Claimed,
     Commit,
     Known,
@@ -45,6 +46,7 @@ from loom_django.stores.base import (
     QueueLimits,
     ScheduleRow,
     SequenceOccupied,
+    Stale,
     Store,
     TimerRow,
     WakesMoved,
@@ -59,6 +61,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     Kind.STEP_STARTED: {"step": "s", "tool": "t"},
     Kind.STEP_COMPLETED: {"step": "s"},
     Kind.EFFECT_RETURNED_LATE: {"step": "s"},
+    Kind.EXECUTION_FAILED: {"error": {}},
     Kind.MESSAGE_CONSUMED: {"number": 1, "wait": "w", "name": "n", "on": "__loom_message__"},
 }
 
@@ -519,6 +522,292 @@ class EventStoreConformance(StoreConformance):
         self.store.append(log.answer(held_by()))
         self.store.append(log.park())
         assert self._ensured(self.flow_id, 1) == (log.id, 1, 0)
+
+    # Conditional acquires.
+
+    def acquire_if(self, log: Log, *, fence: int = 0, park_seq: int | None = None) -> Acquired | Stale:
+        """As somebody who saw the newest park, written under ``fence``."""
+        seen = log.fold.park_sequence if park_seq is None else park_seq
+        assert seen is not None
+        return self.store.acquire_fence_if(log.id, fence=fence, park_seq=seen)
+
+    def stale(self, log: Log, *, fence: int = 0, park_seq: int | None = None) -> int:
+        """Acquire what must be stale, assert that nothing changed, and return the token that was told."""
+        commit = log.fork().commit()
+        before = self.snapshot(commit)
+        told = self.acquire_if(log, fence=fence, park_seq=park_seq)
+        assert isinstance(told, Stale), f"{told}, and the log is {[event.kind for event in before[0]]}"
+        assert self.snapshot(commit) == before
+        assert told.fence == self.store.fence(log.id)
+        return told.fence
+
+    def test_a_conditional_acquire_moves_the_token_and_fences_the_holder_out(self) -> None:
+        """It gives the next token and the log's end; whoever held the one before can append nothing."""
+        log = self.parked()
+        assert self.acquire_if(log) == Acquired(1, 2)
+        self.store.append(log.answer(fence=1))
+        self.store.append(log.park(fence=1))
+        assert self.acquire_if(log, fence=1) == Acquired(2, 4)
+        self.refused(log.fork().answer(fence=1), StaleFenceError)
+        self.refused(log.fork().answer(), StaleFenceError)
+        self.store.append(log.answer(fence=2))
+
+    def test_a_park_that_nobody_fenced_expects_no_token(self) -> None:
+        """Nobody's token is 0, and any other expectation is stale."""
+        log = self.parked()
+        assert self.stale(log, fence=1) == 0
+        assert isinstance(self.acquire_if(log, fence=0), Acquired)
+
+    def test_a_moved_token_is_stale(self) -> None:
+        """Whoever acquired since, in whichever way, is told by the token that stands now."""
+        log = self.parked()
+        assert self.store.acquire_fence(log.id) == 1
+        assert self.stale(log, fence=0) == 1
+        assert self.acquire_if(log, fence=1) == Acquired(2, 2)
+        assert self.stale(log, fence=1) == 2
+        assert self.acquire_if(log, fence=2) == Acquired(3, 2)
+
+    def test_an_answered_park_is_stale_though_its_token_stands(self) -> None:
+        """Every kind that answers, with or without a payload; an answer does not move the token."""
+        ends = [Kind.EXECUTION_COMPLETED, Kind.EXECUTION_FAILED, Kind.EXECUTION_CANCELLED]
+        ends.append(Kind.EXECUTION_CONTINUED)
+        answers: list[tuple[Kind, Ownership, dict[str, Any]]] = [
+            (Kind.EXECUTION_RESUMED, READY, {"wait": "w", "event": "Go", "payload": 1}),
+            (Kind.EXECUTION_RESUMED, READY, {}),
+            (Kind.EXECUTION_SUSPENDED, NOBODY, {}),
+            *((kind, NOBODY, {}) for kind in ends),
+        ]
+        assert {str(kind) for kind, _, _ in answers} == ANSWERING
+        for kind, ownership, fields in answers:
+            log = self.parked()
+            park = log.fold.park_sequence
+            commit = Commit(log.id, (log.event(kind, **fields),), project(log.fold), ownership=ownership)
+            self.store.append(commit)
+            assert self.stale(log, park_seq=park) == 0, kind
+
+    def test_an_answer_behind_other_events_is_seen(self) -> None:
+        """The whole log behind the park counts, however long."""
+        log = self.parked()
+        park = log.fold.park_sequence
+        self.store.append(log.commit(*[Kind.EXECUTION_DENIED] * 30))
+        self.store.append(log.answer())
+        self.store.append(log.commit(*[Kind.STEP_STARTED] * 30))
+        assert self.stale(log, park_seq=park) == 0
+
+    def test_what_answered_an_earlier_park_is_no_answer_to_this_one(self) -> None:
+        """Answers and parks at the park's sequence or before it are over."""
+        log = self.parked()
+        self.store.append(log.answer())
+        self.store.append(log.park())
+        assert log.fold.park_sequence == 4
+        assert self.stale(log, park_seq=2) == 0
+        assert self.stale(log, park_seq=3) == 0
+        assert self.acquire_if(log) == Acquired(1, 4)
+
+    def test_events_that_answer_nothing_leave_the_park_open(self) -> None:
+        """Every kind of the kernel that is ignorable, and what a flow or a user emits."""
+        ignorable = sorted(kind for kind, answer in CLASSIFICATION.items() if answer == "ignorable")
+        assert set(ignorable) | ANSWERING == set(Kind)
+        for kind in ignorable:
+            log = self.parked()
+            event = Event(log.id, 3, kind, pack({"at": _AT}), writer=1)
+            self.store.append(Commit(log.id, (event,), project(log.fold)))
+            assert self.acquire_if(log) == Acquired(1, 3), kind
+        log = self.parked()
+        self.store.append(log.commit("an.event.of.an.application"))
+        assert self.acquire_if(log) == Acquired(1, 3)
+
+    def test_an_unknown_kind_with_the_kernel_s_stamp_answers(self) -> None:
+        """A newer node wrote it. At worst a wake is tried again, never a running body fenced out."""
+        for is_kernel in (True, False):
+            log = self.parked()
+            event = Event(log.id, 3, "EXECUTION_BEAMED_UP", "{}", writer=1, is_kernel=is_kernel)
+            # As a newer node has it, who can tell who owns the execution then.
+            self.store.append(Commit(log.id, (event,), project(log.fold), ownership=NOBODY))
+            if is_kernel:
+                assert self.stale(log) == 0
+            else:
+                assert self.acquire_if(log) == Acquired(1, 3)
+
+    def test_a_park_that_is_not_there_is_stale(self) -> None:
+        """A log that ends before it, one that was deleted, and one that never was."""
+        parked, deleted, never = self.parked(), self.parked(), self.log()
+        assert self.stale(parked, park_seq=3) == 0
+        park = deleted.fold.park_sequence
+        token = self.store.acquire_fence(deleted.id)
+        self.store.append(deleted.end(fence=token))
+        assert self.store.delete_execution(deleted.id)
+        assert self.stale(deleted, fence=token, park_seq=park) == token
+        assert self.stale(never, park_seq=2) == 0
+        assert self.acquire_if(parked) == Acquired(1, 2)
+
+    def test_of_eight_conditional_acquirers_one_wins(self) -> None:
+        """And so of the next eight, that come with the token which the losers were told."""
+        log = self.parked()
+        for token in (0, 1):
+            told = self.in_threads(8, lambda _, token=token: self.acquire_if(log, fence=token))  # type: ignore[misc]
+            assert sorted(told, key=repr) == [Acquired(token + 1, 2), *[Stale(token + 1)] * 7]
+        assert self.store.fence(log.id) == 2
+
+    def test_an_answer_and_a_conditional_acquire_exclude_each_other(self) -> None:
+        """Never both: either the answer lands and the acquire is stale, or it is refused with its token."""
+        for token in (0, 1):
+            for _ in range(10):
+                log = self.parked()
+                if token:
+                    self.store.acquire_fence(log.id)
+                self._race(log, token)
+
+    def _race(self, log: Log, token: int) -> None:
+        answer, park = log.fork().answer(fence=token or None), log.fold.park_sequence
+        told: list[Any] = [None, None]
+
+        def act(number: int) -> None:
+            if number:
+                told[0] = _outcome(lambda: self.store.append(answer))
+            else:
+                told[1] = self.acquire_if(log, fence=token, park_seq=park)
+
+        self.in_threads(2, act)
+        landed = isinstance(told[1], Stale)
+        assert told[0] == ("landed" if landed else "StaleFenceError"), told
+        assert self.store.fence(log.id) == (token if landed else token + 1)
+        assert len(self.store.read(log.id)) == (3 if landed else 2)
+
+    def test_a_conditional_acquire_in_a_transaction_that_is_undone(self) -> None:
+        """It goes with the transaction."""
+        log = self.parked()
+        with suppress(ZeroDivisionError), self.store.transaction():
+            assert self.acquire_if(log) == Acquired(1, 2)
+            raise ZeroDivisionError
+        assert self.store.fence(log.id) == 0
+        with self.store.transaction():
+            assert self.acquire_if(log) == Acquired(1, 2)
+            assert isinstance(self.acquire_if(log), Stale)
+        assert self.store.fence(log.id) == 1
+
+    # Appends to what has not changed.
+
+    def changed(self, commit: Commit, *, fence: int) -> None:
+        """Append what must find a change, and assert that nothing of it landed."""
+        before = self.snapshot(commit)
+        assert _outcome(lambda: self.store.append_if_unchanged(commit, fence=fence)) == "Changed"
+        assert self.snapshot(commit) == before
+
+    def test_facts_without_a_token_land_on_what_was_seen(self) -> None:
+        """Whatever the token is: it is compared, neither presented by the events nor moved."""
+        for token in range(3):
+            log = self.parked()
+            for _ in range(token):
+                self.store.acquire_fence(log.id)
+            # No note that anybody may append: the guard would refuse an answer without the token.
+            self.store.append_if_unchanged(log.answer(), fence=token)
+            self.store.append_if_unchanged(log.commit(Kind.OUTCOME_RECORDED), fence=token)
+            assert self.store.fence(log.id) == token
+            assert [event.fence for event in self.store.read(log.id)[2:]] == [None, None]
+
+    def test_facts_on_what_has_changed_do_not_land(self) -> None:
+        """A token that moved, a log that goes on, one that ends before, a gap."""
+        log = self.parked()
+        note = log.fork().commit(Kind.OUTCOME_RECORDED)
+        self.changed(note, fence=1)
+        self.store.acquire_fence(log.id)
+        self.changed(note, fence=0)
+        gap = log.fork()
+        gap.commit(Kind.OUTCOME_RECORDED)
+        self.changed(gap.commit(Kind.OUTCOME_RECORDED), fence=1)
+        self.store.append(log.commit(Kind.EXECUTION_DENIED))
+        self.changed(note, fence=1)
+        self.store.append_if_unchanged(log.commit(Kind.OUTCOME_RECORDED), fence=1)
+
+    def test_facts_about_a_deleted_execution_do_not_land(self) -> None:
+        """Neither on nothing, nor on another one that was started under its id."""
+        for token in (0, 1):
+            log = self.running()
+            fence = self.store.acquire_fence(log.id) if token else None
+            self.store.append(log.end(fence=fence))
+            note = log.fork().commit(Kind.OUTCOME_RECORDED)
+            assert self.store.delete_execution(log.id)
+            self.changed(note, fence=token)
+            again = self.log(name=log.id)
+            self.store.append(again.start(held_by()))
+            again.writer = 0
+            self.store.append(again.end(fence=self.store.fence(log.id)))
+            if token:
+                self.changed(note, fence=token)
+
+    def test_facts_that_had_landed_are_known(self) -> None:
+        """Sent again, with the token moved and the log gone on: known by their writer, and not doubled."""
+        log = self.parked()
+        note = log.commit(Kind.OUTCOME_RECORDED)
+        self.store.append_if_unchanged(note, fence=0)
+        self.store.append_if_unchanged(note, fence=0)
+        self.store.acquire_fence(log.id)
+        self.store.append(log.commit(Kind.EXECUTION_DENIED))
+        self.store.append_if_unchanged(note, fence=0)
+        assert len(self.store.read(log.id)) == 4
+        rival = replace(note, events=tuple(replace(event, writer=7) for event in note.events))
+        self.changed(rival, fence=1)
+
+    def test_of_eight_with_facts_one_lands(self) -> None:
+        """All have seen the same log."""
+        log = self.parked()
+        rivals = [log.fork() for _ in range(8)]
+
+        def act(number: int) -> str:
+            note = rivals[number].commit(Kind.OUTCOME_RECORDED)
+            return _outcome(lambda: self.store.append_if_unchanged(note, fence=0))
+
+        assert sorted(self.in_threads(8, act)) == [*["Changed"] * 7, "landed"]
+        assert len(self.store.read(log.id)) == 3
+
+    def test_facts_and_a_conditional_acquire_exclude_each_other(self) -> None:
+        """An answer without a token lands, or the acquire does; a note lets the acquire in behind it."""
+        for kind in (Kind.EXECUTION_RESUMED, Kind.OUTCOME_RECORDED):
+            for _ in range(10):
+                self._race_unchanged(self.parked(), kind)
+
+    def _race_unchanged(self, log: Log, kind: Kind) -> None:
+        answers, park = kind == Kind.EXECUTION_RESUMED, log.fold.park_sequence
+        told: list[Any] = [None, None]
+
+        def act(number: int) -> None:
+            rival = log.fork()
+            commit = rival.answer() if answers else rival.commit(kind)
+            if number:
+                told[0] = _outcome(lambda: self.store.append_if_unchanged(commit, fence=0))
+            else:
+                told[1] = self.acquire_if(log, park_seq=park)
+
+        self.in_threads(2, act)
+        if told[0] == "landed":
+            assert told[1] == (Stale(0) if answers else Acquired(1, 3)), told
+        else:
+            assert told == ["Changed", Acquired(1, 2)]
+
+    def test_a_deletion_is_ordered_with_conditional_acts(self) -> None:
+        """What has ended takes a note or is deleted; an acquire never brings anything back."""
+        for _ in range(10):
+            log = self.parked()
+            park = log.fold.park_sequence
+            self.store.append(log.end())
+            told: list[Any] = [None] * 3
+
+            def act(number: int, log: Log = log, park: int | None = park, told: list[Any] = told) -> None:
+                if number == 0:
+                    told[0] = self.store.delete_execution(log.id)
+                elif number == 1:
+                    note = log.fork().commit(Kind.OUTCOME_RECORDED)
+                    told[1] = _outcome(lambda: self.store.append_if_unchanged(note, fence=0))
+                else:
+                    told[2] = self.acquire_if(log, park_seq=park)
+
+            self.in_threads(3, act)
+            assert told[0] is True
+            assert told[1] in ("landed", "Changed")
+            assert told[2] == Stale(0)
+            assert self.store.read(log.id) == []
+            assert self.store.status(log.id) is None
 
     # Wakes.
 
@@ -1503,6 +1792,45 @@ class LeaseStoreConformance(StoreConformance):
             before = self.owner(log)
             assert self.store.take_over(seen, owner="me", token=4, ttl=60) is False
             assert self.owner(log) == before
+
+    def test_a_live_lease_is_taken_by_force_from_the_holder_that_was_judged(self) -> None:
+        """Whatever its renewal moved; not what it has handed back, parked or ended, nor another's."""
+        log = self.started(held_by("alive", 3, 60))
+        judged = self.store.held(log.id)
+        assert judged is not None
+        assert self.store.renew([(log.id, 3)], ttl=600) == {log.id}
+        assert self.store.take_over(judged, owner="me", token=4, ttl=60, forced=True) is True
+        lease = self.store.held(log.id)
+        assert lease is not None
+        assert (lease.owner, lease.token) == ("me", 4)
+        assert self.store.renew([(log.id, 3)], ttl=60) == set()
+        assert self.store.take_over(judged, owner="late", token=5, ttl=60, forced=True) is False
+        for leave in ("release", "park", "end", "taken"):
+            log = self.started(held_by("alive", 3, 60))
+            judged = self.store.held(log.id)
+            assert judged is not None
+            if leave == "park":
+                self.store.append(log.park())
+            elif leave == "end":
+                self.store.append(log.end())
+            else:
+                assert self.store.release(log.id, 3)
+            if leave == "taken":
+                assert self.claim(log)
+            before = self.owner(log), self.store.held(log.id)
+            assert self.store.take_over(judged, owner="me", token=4, ttl=60, forced=True) is False
+            assert (self.owner(log), self.store.held(log.id)) == before
+
+    def test_eight_take_a_live_lease_by_force_and_one_has_it(self) -> None:
+        """All have judged the same holder."""
+        log = self.started(held_by("alive", 3, 60))
+        judged = self.store.held(log.id)
+        assert judged is not None
+
+        def take(number: int) -> bool:
+            return self.store.take_over(judged, owner="me", token=10 + number, ttl=60, forced=True)
+
+        assert sorted(self.in_threads(8, take)) == [*[False] * 7, True]
 
     def test_a_live_lease_is_not_taken(self) -> None:
         """Its token alone is not enough."""
