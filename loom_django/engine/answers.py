@@ -29,6 +29,7 @@ from loom_django.errors import (
     InvalidInputError,
     ResumeContendedError,
     ResumeRefusedError,
+    StaleFenceError,
     VerdictRefusedError,
 )
 from loom_django.kernel import codec
@@ -43,7 +44,7 @@ from loom_django.kernel.state import (
     Wait,
     is_reserved,
 )
-from loom_django.stores.base import NOBODY, Ownership
+from loom_django.stores.base import NOBODY, Changed, Ownership
 
 Resolution = Literal["completed-with-result", "retry-fresh", "fail"]
 RESOLUTIONS: Final = get_args(Resolution)
@@ -61,16 +62,15 @@ DEADLINE_ERROR: Final = "DeadlineExceeded"
 Judge = Callable[[Fold], None]
 
 
+# What an answer says: the name that it came under, its payload, who gave it, why.
+_Said = tuple[str, Encoded | None, str | None, str | None]
+
+
 class _BodyRuns(Exception):
     """The wait that is answered is pending, and no park holds it: another wait of its park was answered, and
     the body runs, or stands before a gate."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        wait: Wait,
-        answer: tuple[str, Encoded | None, str | None, str | None],
-    ) -> None:
+    def __init__(self, journal: Journal, wait: Wait, answer: _Said) -> None:
         super().__init__(wait.id)
         self.journal = journal
         self.wait = wait
@@ -136,11 +136,45 @@ def _land_answer(
     fences: bool = False,
 ) -> Appended:
     """Land an answer, or keep it where its wait is pending while the body runs."""
-    try:
-        return answer_park(engine, execution_id, compose, fence=None if fences else fence, fences=fences)
-    except _BodyRuns as runs:
-        kept.keep(engine, execution_id, runs.wait, *runs.answer)
-        return Appended(runs.journal, (), kept=True)
+    given = None if fences else fence
+    for _ in range(ATTEMPTS):
+        try:
+            return answer_park(engine, execution_id, compose, fence=given, fences=fences)
+        except _BodyRuns as runs:
+            _check_fence(engine, execution_id, given)
+            try:
+                stored = kept.keep(engine, runs.journal.fold, runs.wait, *runs.answer)
+            except Changed:
+                continue  # it has parked again meanwhile
+            if not stored:
+                _refuse_second(runs.journal, runs.wait)
+            return Appended(runs.journal, (), kept=True)
+    raise ResumeContendedError(execution_id, ATTEMPTS)
+
+
+def _check_fence(engine: Engine, execution_id: str, given: int | None) -> None:
+    """What is kept is no append, so no guard compares the token that the caller holds."""
+    if given is None:
+        return
+    current = engine.store.fence(execution_id)
+    if current not in (0, given):
+        raise StaleFenceError(execution_id, given, current)
+
+
+def _refuse_second(journal: Journal, wait: Wait) -> NoReturn:
+    """Refuse an answer to a wait for which one is kept."""
+    fold = journal.fold
+    reason: Literal["no-such-wait", "not-suspended"] = (
+        "no-such-wait" if fold.status == Status.SUSPENDED else "not-suspended"
+    )
+    message = kept.find(journal.engine, fold.execution_id, wait)
+    who = kept.principal_of(message) if message is not None else None
+    detail = f"An answer{f' by {who}' if who else ''} is stored and waits to be taken."
+    if wait.on == ON_VERDICT:
+        raise VerdictRefusedError(
+            fold.execution_id, reason, str(wait.correlation_key), answered_by=who, detail=detail
+        )
+    raise ResumeRefusedError(fold.execution_id, reason, detail)
 
 
 def _judged(journal: Journal, judge: Judge | None) -> None:
@@ -211,6 +245,8 @@ def _answer(
 ) -> Landing:
     if wait.id not in journal.fold.park_waits:
         raise _BodyRuns(journal, wait, (event_type, text, principal, reason))
+    if kept.find_passed(journal, wait) is not None:
+        _refuse_second(journal, wait)
     fields = {
         "wait": wait.id,
         "event": event_type,
@@ -469,7 +505,11 @@ def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: 
     instant = to_micros(wake_at)
 
     def compose(journal: Journal) -> Landing | None:
-        due = [wait for wait in journal.fold.pending_waits() if wait.wake_at == instant]
+        due = [
+            wait
+            for wait in journal.fold.pending_waits()
+            if wait.wake_at == instant and kept.find_passed(journal, wait) is None
+        ]
         if not due:
             return None
         check_code(engine, journal.fold)

@@ -2,7 +2,8 @@
 
 A park may hold several waits. When one is answered the body runs, and the others are still pending; whoever
 answers one of those now is not sent away. The answer goes the way of a message: it is stored with a wake, so a
-park that did not see it is refused, and one that landed first is answered by its re-drive row.
+park that did not see it is refused. It is stored only while the body runs: once that has parked again, the answer
+is for the park.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 from typing import Any
 
 from loom_django.engine.core import Engine
-from loom_django.errors import ResumeRefusedError
+from loom_django.engine.journal import Journal
 from loom_django.kernel.events import Encoded, pack
+from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import Wait
 from loom_django.stores.base import Message
 
@@ -23,31 +25,51 @@ NAME = ""
 
 def keep(
     engine: Engine,
-    execution_id: str,
+    fold: Fold,
     wait: Wait,
     event_type: str,
     payload: Encoded | None,
     principal: str | None,
     reason: str | None,
-) -> None:
-    """Store an answer for a pending wait.
+) -> bool:
+    """Store an answer for a wait that is pending while the body runs, by the fold; False if one is there.
 
     Raises:
-        ResumeRefusedError: there is one already.
+        Changed: the body has parked, or ended, since the fold.
     """
     body = pack({"event": event_type, "payload": payload, "principal": principal, "reason": reason or None})
     key = _key(wait)
     # A user's message ids are printable.
-    if not engine.store.send(execution_id, name=NAME, message_id=f"\x1f{key}", body=body, wait=key):
-        raise ResumeRefusedError(
-            execution_id, "not-suspended", f"An answer to {event_type!r} is stored and waits to be taken."
-        )
+    return engine.store.send_unless_answered(
+        fold.execution_id,
+        since=fold.last_sequence,
+        name=NAME,
+        message_id=f"\x1f{key}",
+        body=body,
+        wait=key,
+    )
 
 
 def find(engine: Engine, execution_id: str, wait: Wait) -> Message | None:
     """The answer that is stored for a wait."""
     key = _key(wait)
     return next((kept for kept in engine.store.inbox(execution_id, NAME) if kept.wait == key), None)
+
+
+def find_passed(journal: Journal, wait: Wait) -> Message | None:
+    """The answer that is stored for a wait of an execution that has parked on something else meanwhile.
+
+    A park on the wait itself has looked for it. A park on another one leaves this one open beside its own.
+    """
+    if len(journal.fold.open_waits) < 2:
+        return None
+    return find(journal.engine, journal.execution_id, wait)
+
+
+def principal_of(message: Message) -> str | None:
+    """Who gave a kept answer."""
+    principal: str | None = json.loads(message.body).get("principal")
+    return principal
 
 
 def fields_of(wait: Wait, kept: Message) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
 def redrive_exhausted(store: EventStore, due: Due, attempts: int) -> None:
     """Tell that the quick tries to wake an execution are used up."""
     if signals.redrive_exhausted.has_listeners():
-        newest = store.load(due.row.execution_id).events[-1]
-        _send(signals.redrive_exhausted, due.flow_id, due.version, newest, {"attempts": attempts})
+        for newest in store.read(due.row.execution_id)[-1:]:  # none, if it was deleted meanwhile
+            _send(signals.redrive_exhausted, due.flow_id, due.version, newest, {"attempts": attempts})
 
 
 def _send(signal: Signal, flow_id: str, version: int, event: Event, about: dict[str, Any]) -> None:

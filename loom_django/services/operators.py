@@ -506,8 +506,8 @@ class _Rehearsal:
     def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
         commit.check()
 
-    def send(self, execution_id: str, **message: Any) -> bool:
-        return True
+    def send_unless_answered(self, execution_id: str, *, name: str, message_id: str, **_: Any) -> bool:
+        return all(there.message_id != message_id for there in self._store.inbox(execution_id, name))
 
     def acquire_fence(self, execution_id: str) -> int:
         return self._store.fence(execution_id) + 1

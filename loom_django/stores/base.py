@@ -8,8 +8,8 @@ rows of a kind in order of execution id. A claim starts at the execution row (SK
 fences in a second statement. A transactional tool's append takes the fence after the tool's own work.
 
 The fence row orders all who must not act on an old look: an append that answers, parks or ends, the acquires,
-a note about what has ended, :meth:`EventStore.append_if_unchanged` and :meth:`EventStore.delete_execution`.
-Each of them either sees what the other did, or is refused.
+a note about what has ended, :meth:`EventStore.append_if_unchanged`, :meth:`EventStore.delete_execution` and
+:meth:`InboxStore.send_unless_answered`. Each of them either sees what the other did, or is refused.
 
 Clock: every "now" below is the store's (:meth:`Store.now`): the database's, plus an offset that only the
 testing kit sets. All durations are seconds, all instants aware datetimes in UTC; facts inside payloads are
@@ -46,7 +46,7 @@ class SequenceOccupied(AppendRefused):
 
 
 class Changed(AppendRefused):
-    """The token or the end of the log is not what was observed."""
+    """The token, the end of the log, or who is to write is not what was observed."""
 
 
 class WakesMoved(AppendRefused):
@@ -556,6 +556,17 @@ class InboxStore(Protocol):
 
         ``execution_id`` is the chain that owns inbox and wakes, ``receiver`` the member that the re-drive
         row is for (None: the same). False if a message of that id is there already (nothing changes).
+        """
+
+    def send_unless_answered(
+        self, execution_id: str, *, since: int, name: str, message_id: str, body: str, wait: str
+    ) -> bool:
+        """As :meth:`send`, if nothing behind the sequence ``since`` has parked, answered or ended it.
+
+        For an answer to be kept for a running body: one atomic step, as :meth:`EventStore.acquire_fence_if`.
+
+        Raises:
+            Changed: something has; read again. OpenTransactionError: as for ``acquire_fence_if``.
         """
 
     def inbox(self, execution_id: str, name: str) -> list[Message]:

@@ -239,10 +239,14 @@ class MemoryStore:
     def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
         with self._lock:
             token, log = self._fence_row(execution_id).token, self._tables.logs[execution_id]
-            answered = any(is_answering(event.kind, event.is_kernel) for event in log[park_seq:])
-            if token != fence or answered or len(log) < park_seq:
+            if token != fence or self._answered(execution_id, park_seq) or len(log) < park_seq:
                 return Stale(token)
             return Acquired(self.acquire_fence(execution_id), len(log))
+
+    def _answered(self, execution_id: str, since: int) -> bool:
+        return any(
+            is_answering(event.kind, event.is_kernel) for event in self._tables.logs[execution_id][since:]
+        )
 
     def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:
         with self._lock:
@@ -521,6 +525,14 @@ class MemoryStore:
             inbox[message_id] = Message(next(self._numbers), execution_id, name, message_id, body, wait)
             self._wake(execution_id, receiver or execution_id, self.now())
             return True
+
+    def send_unless_answered(
+        self, execution_id: str, *, since: int, name: str, message_id: str, body: str, wait: str
+    ) -> bool:
+        with self._lock:
+            if len(self._tables.logs[execution_id]) < since or self._answered(execution_id, since):
+                raise Changed(execution_id, since)
+            return self.send(execution_id, name=name, message_id=message_id, body=body, wait=wait)
 
     def inbox(self, execution_id: str, name: str) -> list[Message]:
         with self._lock:

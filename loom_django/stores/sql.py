@@ -531,6 +531,15 @@ class SqlStore(ScheduleCalls, ABC):
         receiver: str | None = None,
     ) -> bool: ...
 
+    def send_unless_answered(
+        self, execution_id: str, *, since: int, name: str, message_id: str, body: str, wait: str
+    ) -> bool:
+        with self._under_fence(execution_id, "send_unless_answered"):
+            head, answered = self._run("since_park", {"id": execution_id, "park": since})[0]
+            if answered or head < since:
+                raise Changed(execution_id, since)
+            return self.send(execution_id, name=name, message_id=message_id, body=body, wait=wait)
+
     def inbox(self, execution_id: str, name: str) -> list[Message]:
         return [Message(*row) for row in self._run("inbox", {"id": execution_id, "name": name})]
 

@@ -1972,6 +1972,61 @@ class InboxStoreConformance(StoreConformance):
         assert self.bodies(log) == []
         assert self.store.message_names(log.id) == {"other"}
 
+    def keep(self, log: Log, message_id: str = "kept") -> bool:
+        """Store an answer as somebody who has seen the log as it is here."""
+        since = log.fold.last_sequence
+        return self.store.send_unless_answered(
+            log.id, since=since, name="n", message_id=message_id, body="1", wait="w"
+        )
+
+    def test_an_answer_is_kept_while_nothing_answers(self) -> None:
+        """Once, with a wake and a due re-drive row, behind whatever the running body appends."""
+        log = self.running()
+        seen = log.fork()
+        self.store.append(log.commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED, Kind.EXECUTION_DENIED))
+        self.store.append(log.commit("an.event.of.an.application"))
+        assert self.keep(seen) is True
+        assert self.keep(seen) is False
+        assert self.keep(log) is False
+        (message,) = self.store.inbox(log.id, "n")
+        assert (message.message_id, message.wait) == ("kept", "w")
+        assert self.store.wakes(log.id) == 1
+        assert [row.redrive for row in self.store.timers(log.id)] == [0]
+
+    def test_an_answer_is_not_kept_for_a_log_that_moved_on(self) -> None:
+        """The execution has parked or ended since, or was deleted: nothing is stored."""
+        for move in ("park", "answer", "end", "delete"):
+            log = self.running()
+            seen = log.fork()
+            self.store.append(log.park() if move in ("park", "answer") else log.end())
+            if move == "answer":
+                self.store.append(log.answer())
+            if move == "delete":
+                assert self.store.delete_execution(log.id)
+            wakes = self.store.wakes(log.id)
+            assert _outcome(lambda seen=seen: self.keep(seen)) == "Changed"  # type: ignore[misc]
+            assert self.store.message_names(log.id) == set()
+            assert self.store.wakes(log.id) == wakes
+            assert self.store.timers(log.id) == []
+
+    def test_a_park_and_an_answer_that_is_kept_exclude_each_other(self) -> None:
+        """The park did not see it, so one of them is refused, whichever comes second."""
+        for _ in range(10):
+            log = self.parked()
+            self.store.append(log.answer())
+            seen, park = log.fork(), log.fork().park(wakes=0)
+            told: list[Any] = [None, None]
+
+            def act(number: int, seen: Log = seen, park: Commit = park, told: list[Any] = told) -> None:
+                if number:
+                    told[0] = _outcome(lambda: self.store.append(park))
+                else:
+                    told[1] = _outcome(lambda: self.keep(seen))
+
+            self.in_threads(2, act)
+            assert told in (["landed", "Changed"], ["WakesMoved", "landed"])
+            assert self.store.message_names(log.id) == ({"n"} if told[1] == "landed" else set())
+
     def test_a_taken_id_stays_taken(self) -> None:
         """A message that was taken is not sent a second time."""
         log = self.running()
