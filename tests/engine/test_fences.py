@@ -360,14 +360,15 @@ def test_a_token_of_one_s_own_is_presented_as_it_is(world: World) -> None:
     assert token(world) == mine
 
 
-def test_the_condition_goes_before_a_token(world: World) -> None:
-    """With both, the park decides; the token is not presented."""
+def test_the_condition_goes_before_a_token(world: World, meddler: Meddler) -> None:
+    """With both, the park decides; the token is not presented, and being fenced out is not its end."""
     handle = asked(world, "A")
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"))
     world.loom.resume("x", event_type="A", fence=1, fence_if_parked_at=2)
     assert handle.status == Status.COMPLETED
-    assert token(world) == 3
+    assert token(world) == 5
     error = refused_with_nothing_written(
-        world, lambda: world.loom.resume("x", event_type="A", fence=3, fence_if_parked_at=2)
+        world, lambda: world.loom.resume("x", event_type="A", fence=5, fence_if_parked_at=2)
     )
     assert error.reason == "not-suspended"
 
@@ -547,13 +548,16 @@ def test_a_cancel_of_what_runs_takes_the_token_from_its_body(world: World) -> No
 
 
 def test_a_cancel_meets_an_answer_in_between(world: World, meddler: Meddler) -> None:
-    """Parked when it was looked at, running when the token is to be taken: it ends what runs."""
+    """Parked when it was looked at, running when the token is to be taken: it ends what runs, fenced out first."""
     world.loom.dispatcher = WorkerDispatcher()
     asks("A").using(execution_id="x").start()
     run_ready(world)
     meddler.before("acquire_fence_if", lambda: world.loom.resume("x", event_type="A"))
     world.loom.cancel("x")
     assert world.kinds("x")[-2:] == ["EXECUTION_RESUMED", "EXECUTION_CANCELLED"]
+    resumed, cancelled = fences(world)[-2:]
+    assert resumed is not None
+    assert cancelled == token(world) == resumed + 1
     world.check("x")
 
 

@@ -233,6 +233,9 @@ def check(explorer: Explorer, schedule: str, execution_id: str, parties: dict[st
     assert told <= {"died", "answered", "resume-refused"}, about
     if "died" not in told or "resume-refused" in told:
         assert answered == 1, about
+    if answered:  # nobody has taken the token from the body that was set going
+        resumed = next(e for e in world.loom.history(execution_id) if e.kind == Kind.EXECUTION_RESUMED)
+        assert world.engine.store.fence(execution_id) == resumed.fence, about
     # Whatever the dead left behind, the next one can answer, if that is still to be done.
     refused = ""
     try:
