@@ -245,7 +245,7 @@ def _answer(
 ) -> Landing:
     if wait.id not in journal.fold.park_waits:
         raise _BodyRuns(journal, wait, (event_type, text, principal, reason))
-    if kept.find_passed(journal, wait) is not None:
+    if kept.find_unseen(journal, wait) is not None:
         _refuse_second(journal, wait)
     fields = {
         "wait": wait.id,
@@ -505,11 +505,7 @@ def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: 
     instant = to_micros(wake_at)
 
     def compose(journal: Journal) -> Landing | None:
-        due = [
-            wait
-            for wait in journal.fold.pending_waits()
-            if wait.wake_at == instant and kept.find_passed(journal, wait) is None
-        ]
+        due = [wait for wait in journal.fold.pending_waits() if wait.wake_at == instant]
         if not due:
             return None
         check_code(engine, journal.fold)

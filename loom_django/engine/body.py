@@ -25,7 +25,7 @@ from loom_django.conf import LoomSettings
 from loom_django.definitions import Flow, Tool
 from loom_django.engine import kept, steps
 from loom_django.engine.core import Engine, from_micros, to_micros
-from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts
+from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts, with_open_doubts
 from loom_django.engine.drive import Driver, Enter, Invoke, Io, Outcome, Steps
 from loom_django.engine.journal import LOST, Journal
 from loom_django.engine.unwind import Unwind, Why
@@ -508,7 +508,7 @@ class Body:
 
         Returns only if ``wakes`` moved: then nothing was written.
         """
-        waits = self._with_open_doubts(waits)
+        waits = with_open_doubts(self.journal.fold, waits)
         timers = tuple(
             TimerRow(self.execution_id, from_micros(wait.wake_at))
             for wait in waits
@@ -523,13 +523,6 @@ class Body:
         # Whatever was said meanwhile by others (misuse in another task): the park has landed, and is the end.
         self.sealed, self.misuse = Unwind(Why.PARKED), None
         raise self.sealed
-
-    def _with_open_doubts(self, waits: list[Wait]) -> list[Wait]:
-        """An effect in doubt can be settled whatever else the flow waits for."""
-        fold = self.journal.fold
-        held = {wait.id for wait in waits}
-        doubts = doubt_waits([fold.frames[step_id] for step_id in fold.doubtful])
-        return [*waits, *(wait for wait in doubts if wait.id not in held)]
 
     def park_in_doubt(self, doubts: list[Frame], cause: str) -> None:
         """Park on effects whose fate nobody knows; leaves the body."""

@@ -37,9 +37,17 @@ def record_doubts(journal: Journal, doubts: list[Frame], cause: str) -> None:
 
 
 def record_park_in_doubt(journal: Journal, doubts: list[Frame], cause: str) -> None:
-    """Record the doubts and the park that waits for their verdicts."""
+    """Record the doubts and the park that waits for their verdicts, and for those that are open already."""
     record_doubts(journal, doubts, cause)
-    journal.record(Kind.EXECUTION_SUSPENDED, park_fields("effect-indoubt", doubt_waits(doubts)))
+    waits = with_open_doubts(journal.fold, doubt_waits(doubts))
+    journal.record(Kind.EXECUTION_SUSPENDED, park_fields("effect-indoubt", waits))
+
+
+def with_open_doubts(fold: Fold, waits: list[Wait]) -> list[Wait]:
+    """The waits of a park: an effect in doubt can be settled whatever else the execution waits for."""
+    held = {wait.id for wait in waits}
+    doubts = doubt_waits([fold.frames[step_id] for step_id in fold.doubtful])
+    return [*waits, *(wait for wait in doubts if wait.id not in held)]
 
 
 def doubt_wait_id(frame: Frame) -> str:

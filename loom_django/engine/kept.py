@@ -16,7 +16,7 @@ from loom_django.engine.core import Engine
 from loom_django.engine.journal import Journal
 from loom_django.kernel.events import Encoded, pack
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.state import Wait
+from loom_django.kernel.state import ON_VERDICT, Wait
 from loom_django.stores.base import Message
 
 # The name under which answers lie in an inbox; no message can have it.
@@ -56,12 +56,12 @@ def find(engine: Engine, execution_id: str, wait: Wait) -> Message | None:
     return next((kept for kept in engine.store.inbox(execution_id, NAME) if kept.wait == key), None)
 
 
-def find_passed(journal: Journal, wait: Wait) -> Message | None:
-    """The answer that is stored for a wait of an execution that has parked on something else meanwhile.
+def find_unseen(journal: Journal, wait: Wait) -> Message | None:
+    """The answer that is stored for a wait of the park, which the park has not looked for.
 
-    A park on the wait itself has looked for it. A park on another one leaves this one open beside its own.
+    Whoever parks on a wait looks first. Only a doubt stands in every park, beside what that is on.
     """
-    if len(journal.fold.open_waits) < 2:
+    if wait.on != ON_VERDICT or len(journal.fold.park_waits) < 2:
         return None
     return find(journal.engine, journal.execution_id, wait)
 

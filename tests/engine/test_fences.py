@@ -12,8 +12,7 @@ from django.db import connection, transaction
 
 from loom_django import FlowContext, StepContext, flow, signals, tool
 from loom_django.engine import answers
-from loom_django.engine.core import from_micros, random_token, to_micros
-from loom_django.engine.doubt import park_fields
+from loom_django.engine.core import random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import note, open_journal
 from loom_django.engine.run import run_execution
@@ -28,16 +27,17 @@ from loom_django.errors import (
 from loom_django.kernel.events import Event, Kind, pack
 from loom_django.kernel.fold import fold
 from loom_django.kernel.projection import project
-from loom_django.kernel.state import Status, Wait
+from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
 from loom_django.services import operators
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.redrive import InboxRedriver, Told
 from loom_django.services.timers import HOLD, MAX_TRIES, PUT_OFF, TimerService
-from loom_django.stores.base import NOBODY, READY, Acquired, Commit, TimerRow
+from loom_django.stores.base import READY, Acquired, Commit, TimerRow
 from tests.engine.conftest import World
 
 Meddle = Callable[[], object]
+CrashAt = Callable[[str, str], None]
 
 
 class Meddler:
@@ -622,17 +622,17 @@ def two_in_doubt(world: World) -> Handle[Any]:
     def body(ctx: FlowContext) -> list[str]:
         return [ctx.run(left), ctx.run(right)]
 
-    return in_doubt(world, body)
+    return in_doubt(world, body, "left", "right")
 
 
-def in_doubt(world: World, body: Any) -> Handle[Any]:
+def in_doubt(world: World, body: Any, *steps: str) -> Handle[Any]:
     """An execution whose process died in both steps, as in two branches, and which recovery has parked."""
     handle: Handle[Any] = body.using(execution_id="x").start()
     store = world.engine.store
     (claim,) = store.claim_ready(owner="dead", token=1, ttl=60, limit=1, known=world.engine.known())
     journal = journal_of(world)
     assert journal.fence == claim.fence
-    for name in ("left", "right"):
+    for name in steps:
         fields: dict[str, Any] = {
             "step": name,
             "tool": name,
@@ -643,7 +643,7 @@ def in_doubt(world: World, body: Any) -> Handle[Any]:
     journal.land()
     world.shift(timedelta(seconds=61))
     assert world.recover().recovered == 1
-    assert [wait.correlation_key for wait in handle.waits] == ["left", "right"]
+    assert [wait.correlation_key for wait in handle.waits] == list(steps)
     return handle
 
 
@@ -825,11 +825,11 @@ def doubt_behind_a_wait(world: World) -> Handle[Any]:
     def body(ctx: FlowContext) -> list[Any]:
         return [ctx.run(left), ctx.suspend("X", timeout=60), ctx.run(right)]
 
-    handle: Handle[Any] = in_doubt(world, body)
+    handle: Handle[Any] = in_doubt(world, body, "left", "right")
     verdict(world, "left")
     verdict(world, "right", principal="anna")
     run_ready(world)
-    assert [wait.on for wait in handle.waits] == ["EffectInDoubtResolved", "X"]
+    assert [wait.on for wait in handle.waits] == ["X", "EffectInDoubtResolved"]
     return handle
 
 
@@ -859,32 +859,58 @@ def test_a_kept_answer_is_delivered_to_a_park_on_something_else(world: World) ->
     assert handle.result() == ["left by hand", "x", "right by hand"]
 
 
-def test_a_timeout_does_not_overtake_a_kept_answer(world: World) -> None:
-    """The wait is due while the execution is parked on something else: its answer was there before."""
+def test_a_kept_verdict_outlives_a_death_in_another_step(world: World, crash_at: CrashAt) -> None:
+    """Recovery parks on the new doubt, and on the old one whose verdict is kept: that is applied, and once."""
+    ran: list[str] = []
+
+    @tool(idempotent=False)
+    def first(ctx: StepContext) -> str:
+        ran.append("first")
+        return "first ran"
+
+    @tool(idempotent=False)
+    def second(ctx: StepContext) -> str:
+        ran.append("second")
+        return "second ran"
+
+    @flow("f.death", steps=[first, second])
+    def body(ctx: FlowContext) -> list[str]:
+        return [ctx.run(first), ctx.run(second)]
+
     world.loom.dispatcher = WorkerDispatcher()
-
-    @flow("f.timeout")
-    def body(ctx: FlowContext) -> list[Any]:
-        return [ctx.suspend("X"), ctx.suspend("Y"), ctx.suspend("W", timeout=60)]
-
-    handle = body.using(execution_id="x").start()
-    store = world.engine.store
-    (claim,) = store.claim_ready(owner="w", token=1, ttl=60, limit=1, known=world.engine.known())
-    journal = journal_of(world)
-    due = from_micros(journal.stamp() + 60_000_000)
-    waits = [Wait("wait:X#1", "X"), Wait("wait:W#1", "W", None, to_micros(due))]
-    journal.record(Kind.EXECUTION_SUSPENDED, park_fields("waiting", waits))  # as two branches would park
-    journal.land(ownership=NOBODY, timers=(TimerRow("x", due),))
-    assert journal.fence == claim.fence
-    world.loom.resume("x", event_type="X", payload="x")
-    world.loom.resume("x", event_type="W", payload="in time")
+    handle = in_doubt(world, body, "first", "second")
+    world.loom.resolve("x", "first", "retry-fresh")
+    verdict(world, "second", principal="anna")
+    crash_at("first", "after-effect")
     run_ready(world)
-    store.retire("x", min(row.wake_at for row in store.timers("x")))  # the kept answer's own row is late
-    world.advance(timedelta(seconds=61))
-    assert world.kinds("x").count("TIMER_FIRED") == 0
-    world.loom.resume("x", event_type="Y", payload="y")
+    world.shift(timedelta(seconds=61))
+    assert world.recover().recovered == 1
+    assert sorted(str(wait.correlation_key) for wait in handle.waits) == ["first", "second"]
+    error = refused_with_nothing_written(world, lambda: verdict(world, "second", principal="bert"))
+    assert isinstance(error, VerdictRefusedError)
+    verdict(world, "first")
+    while run_ready(world):
+        pass
+    assert handle.result() == ["first by hand", "second by hand"]
+    assert ran == ["first"]
+    world.check("x")
+
+
+def test_an_open_doubt_can_be_settled_while_recovery_has_parked_on_another(
+    world: World, crash_at: CrashAt
+) -> None:
+    """Every open question of an execution can be answered at any of its parks."""
+    handle = two_in_doubt(world)
+    world.loom.resolve("x", "left", "retry-fresh")
+    crash_at("left", "after-effect")
     run_ready(world)
-    assert handle.result() == ["x", "y", "in time"]
+    world.shift(timedelta(seconds=61))
+    world.recover()
+    verdict(world, "right")
+    verdict(world, "left")
+    while run_ready(world):
+        pass
+    assert handle.result() == ["left by hand", "right by hand"]
 
 
 def test_a_rehearsed_verdict_that_would_be_kept_is_not(world: World) -> None:
