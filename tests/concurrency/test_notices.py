@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import psycopg
 import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from loom_django import FlowContext, definitions, flow
+from loom_django import FlowContext, compat, definitions, flow
 from loom_django.conf import get_settings
 from loom_django.kernel.events import Kind
 from loom_django.management.options import beat
@@ -122,25 +123,27 @@ def noted() -> Any:
     loom.reset()
 
 
+@dataclass
 class Ear:
     """Hears notices, with the backends that sent them."""
 
-    def __init__(self) -> None:
-        settings = connection.get_connection_params()
-        settings.pop("cursor_factory", None)
-        settings.pop("context", None)
-        self.connection = psycopg.connect(**settings, autocommit=True)
-        self.connection.execute("listen loom_ready")
+    connection: Any
 
     def hear(self, seconds: float, most: int | None = None) -> list[int]:
         return [notice.pid for notice in self.connection.notifies(timeout=seconds, stop_after=most)]
 
 
+@pytest.fixture
+def ear(transactional_db: None) -> Iterator[Ear]:
+    with compat.connection_apart("default") as own:
+        own.connection.execute("listen loom_ready")
+        yield Ear(own.connection)
+
+
 @only_postgresql
 @pytest.mark.django_db(transaction=True)
-def test_a_notice_is_none_of_the_caller_s_transaction(noted: Any):
+def test_a_notice_is_none_of_the_caller_s_transaction(noted: Any, ear: Ear):
     """It is sent after the commit, by another connection; a transaction that is undone sends none."""
-    ear = Ear()
     with CaptureQueriesContext(connection) as sent:
         with suppress(ZeroDivisionError), transaction.atomic():
             noted.start()
@@ -151,21 +154,18 @@ def test_a_notice_is_none_of_the_caller_s_transaction(noted: Any):
     (sender,) = ear.hear(AT_ONCE, most=1)
     assert sender != connection.connection.info.backend_pid
     assert not [query for query in sent.captured_queries if "notify" in query["sql"]]
-    ear.connection.close()
 
 
 @only_postgresql
 @pytest.mark.django_db(transaction=True)
-def test_notices_go_together(noted: Any):
+def test_notices_go_together(noted: Any, ear: Ear):
     """A hundred starts in a row are told by a few notices, and the last start by one after it."""
-    ear = Ear()
     began = time.monotonic()
     for _ in range(100):
         noted.start()
     elapsed = time.monotonic() - began
     heard = ear.hear(1.0)
     assert 1 <= len(heard) <= elapsed / GAP + 3
-    ear.connection.close()
 
 
 @pytest.mark.django_db(transaction=True)
@@ -204,7 +204,9 @@ def test_how_often_loops_look_by_themselves(settings: dict[str, Any], seconds: t
 
 @only_postgresql
 @pytest.mark.django_db(transaction=True)
-def test_a_notifier_outlives_a_database_that_is_away(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_notifier_outlives_a_database_that_is_away(
+    ear: Ear, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     """A notice that cannot be sent is one line, no error of the caller's, and the next one is sent."""
     notifier = Notifier(loom.store, get_settings)
     failed: list[int] = []
@@ -217,7 +219,6 @@ def test_a_notifier_outlives_a_database_that_is_away(monkeypatch: pytest.MonkeyP
         plain(store)
 
     monkeypatch.setattr(type(loom.store), "notify", notify)
-    ear = Ear()
     for _ in range(3):
         count = len(failed)
         notifier.ring()
@@ -225,7 +226,6 @@ def test_a_notifier_outlives_a_database_that_is_away(monkeypatch: pytest.MonkeyP
     notifier.ring()
     assert len(ear.hear(AT_ONCE, most=1)) == 1
     assert len([record for record in caplog.records if "could not be sent" in record.message]) == 1
-    ear.connection.close()
 
 
 @only_postgresql
