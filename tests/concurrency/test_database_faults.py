@@ -31,8 +31,8 @@ from tests.crash.kit import (
 SHORT = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
 # Seconds without a server; a minute in the fault that this is about.
 OUTAGE = 3.0
-# A worker has three services and a renewing thread, each trying again after 0.5, 1, 2 … seconds.
-MOST_ATTEMPTS = 4 * 4
+# A worker has three services, a renewing and a listening thread, each trying again after 0.5, 1, 2 … seconds.
+MOST_ATTEMPTS = 5 * 4
 
 
 @pytest.fixture
