@@ -94,6 +94,12 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
                 _send(signal, flow_id, version, event, about)
 
 
+def execution_recovered(flow_id: str, version: int, newest: Event, previous_owner: str) -> None:
+    """Tell that an execution was taken from its holder."""
+    if signals.execution_recovered.has_listeners():
+        _send(signals.execution_recovered, flow_id, version, newest, {"previous_owner": previous_owner})
+
+
 def redrive_exhausted(store: EventStore, due: Due, attempts: int) -> None:
     """Tell that the quick tries to wake an execution are used up."""
     if signals.redrive_exhausted.has_listeners():

@@ -24,6 +24,7 @@ from loom_django.engine.run import refusal_delay
 from loom_django.errors import InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.state import ON_POISONED, Status, Wait
+from loom_django.services import announce
 from loom_django.services.dispatch import Dispatcher, InlineDispatcher, TasksDispatcher, Ticket
 from loom_django.stores.base import NOBODY, READY, Lease, LeaseStore, Loaded
 
@@ -162,7 +163,7 @@ class _Pass:
         owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
         # A forced takeover's holder may be alive; the fence that is taken next is what stops it.
         taken = store.take_over(lease, owner=owner, token=token, ttl=ttl, forced=forced)
-        return self._taken(lease.execution_id, token) if taken else False
+        return self._taken(lease.execution_id, token, lease.owner) if taken else False
 
     def _ready(self, execution_id: str) -> bool:
         token = random_token()
@@ -171,7 +172,7 @@ class _Pass:
         )
         return self._taken(execution_id, token) if taken else False
 
-    def _taken(self, execution_id: str, token: int) -> bool:
+    def _taken(self, execution_id: str, token: int, previous_owner: str | None = None) -> bool:
         """Bring an execution that this process holds to where somebody can go on with it."""
         store = self.engine.store
         try:
@@ -185,9 +186,12 @@ class _Pass:
             if not store.is_connection_lost(exc):
                 store.release(execution_id, token, delay=refusal_delay(exc))
             raise
-        if self._parked(journal, loaded):
-            return True
-        self._hand_over(execution_id, token, journal)
+        parked = self._park(journal, loaded)
+        if previous_owner is not None and self.counted:
+            newest = (parked or loaded.events)[-1]
+            announce.execution_recovered(journal.fold.flow_id, journal.fold.version, newest, previous_owner)
+        if not parked:
+            self._hand_over(execution_id, token, journal)
         return True
 
     def _check_code(self, journal: Journal) -> None:
@@ -196,8 +200,8 @@ class _Pass:
         if fold.unknown_kinds:
             raise InvalidInputError(f"its log holds kinds that this node does not know: {fold.unknown_kinds}")
 
-    def _parked(self, journal: Journal, loaded: Loaded) -> bool:
-        """Park what a person must look at; False if a body may go on."""
+    def _park(self, journal: Journal, loaded: Loaded) -> tuple[Event, ...]:
+        """Park what a person must look at; return the events of that, none if a body may go on."""
         sequence = progress(loaded.events)
         count = (
             self.engine.store.count_recovery(journal.execution_id, sequence=sequence) if self.counted else 0
@@ -210,9 +214,8 @@ class _Pass:
             waits = [Wait(f"poisoned#{number}", ON_POISONED)]
             journal.record(Kind.EXECUTION_SUSPENDED, park_fields("poisoned", waits))
         else:
-            return False
-        journal.land(ownership=NOBODY)
-        return True
+            return ()
+        return journal.land(ownership=NOBODY)
 
     def _max_recoveries(self, journal: Journal) -> int:
         own = flow_for(self.engine, journal.fold).max_recoveries

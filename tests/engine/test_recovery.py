@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loom_django import FlowContext, StepContext, flow, tool
+from loom_django import FlowContext, StepContext, flow, signals, tool
 from loom_django.errors import InvalidInputError, LoomError
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
@@ -230,6 +230,47 @@ def test_a_poisonous_execution_parks_for_an_operator(
     world.shift(PAST_THE_LEASE)
     assert world.recover().recovered == 1
     assert [wait.on for wait in world.loom.handle("p1").waits] == ["__loom_poisoned__"]
+
+
+def test_a_takeover_is_told_with_the_owner_that_was_given_up(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """Once for each takeover, before the body goes on; also of one that is parked, none of a hand-back."""
+    told: list[Any] = []
+
+    @tool(idempotent=False)
+    def effect(ctx: StepContext) -> str:
+        told.append("body")
+        return "done"
+
+    @flow("r.told", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    def receiver(execution_id: str, previous_owner: str, sequence: int, **_: Any) -> None:
+        told.append((execution_id, previous_owner, sequence))
+
+    signals.execution_recovered.connect(receiver)
+    try:
+        crash_at("effect", "before-start")
+        body.using(execution_id="t1").start()
+        assert hand_back(world.loom, ["t1"]).recovered == 1
+        assert told == ["body"]
+        told.clear()
+
+        owners = []
+        for execution_id, point in (("t2", "before-start"), ("t3", "in-effect")):
+            crash_at("effect", point)
+            body.using(execution_id=execution_id).start()
+            (lease,) = world.engine.store.leases(limit=10)
+            owners.append(lease.owner)
+            world.shift(PAST_THE_LEASE)
+            assert world.recover().recovered == 1
+    finally:
+        signals.execution_recovered.disconnect(receiver)
+    # Of the second the marker and the park of its doubt stand in the log.
+    parked_at = world.engine.store.read("t3")[-1].sequence
+    assert told == [("t2", owners[0], 1), "body", ("t3", owners[1], parked_at)]
 
 
 def test_a_ready_execution_that_nobody_took_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
