@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from loom_django.definitions import Flow, Outcome, Step, Tool, flow, tool
+from loom_django.definitions import Child, Flow, Outcome, Step, Tool, flow, tool
 from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
 from loom_django.errors import (
+    ChildFailed,
     EffectInDoubt,
     ExecutionCancelledError,
     ExecutionClosedError,
@@ -28,6 +29,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AsyncFlowContext",
+    "Child",
+    "ChildFailed",
     "EffectInDoubt",
     "ExecutionCancelledError",
     "ExecutionClosedError",

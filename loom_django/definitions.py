@@ -52,6 +52,8 @@ MAX_INT: Final = 2**31 - 1
 
 Durability = Literal["boundary", "deferred"]
 OnError = Literal["fail", "park"]
+OnParentClose = Literal["cancel", "abandon"]
+AwaitMode = Literal["all", "settled", "any"]
 
 
 class Tool(Generic[P, R_co]):
@@ -131,11 +133,20 @@ class Step(Generic[R_co]):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a branch or a child ended: with ``value``, or with ``error``."""
+    """How a branch or a child ended: with ``value``, or with ``error``. ``child`` is the child's id."""
 
     ok: bool
     value: Any = None
     error: Exception | None = None
+    child: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Child(Generic[R_co]):
+    """A child execution, as its parent knows it; made by ``ctx.start_child``."""
+
+    id: str
+    flow_id: str
 
 
 def _classes(given: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
@@ -271,6 +282,7 @@ class Options:
         priority: int = 0,
         start_at: datetime | None = None,
         deadline: Duration | datetime | None = None,
+        on_parent_close: OnParentClose = "cancel",
     ) -> None:
         self.execution_id = None if execution_id is None else keys.check_execution_id(execution_id)
         self.subject = subject
@@ -283,7 +295,11 @@ class Options:
         self.queue = None if queue is None else keys.check_text(queue, "queue", keys.MAX_QUEUE_NAME)
         self.start_at = None if start_at is None else _checked_instant(start_at)
         self.deadline = deadline
-
+        if on_parent_close not in ("cancel", "abandon"):
+            raise InvalidInputError(
+                f'on_parent_close={shown(on_parent_close)} must be "cancel" (end with the parent) or "abandon"'
+            )
+        self.on_parent_close = on_parent_close
         self._given: dict[str, Any] = {}
 
     def changed(self, given: Mapping[str, Any]) -> Options:
@@ -372,6 +388,7 @@ class Flow(Generic[P, R_co]):
             priority: within its queue, higher is claimed first.
             start_at: an aware datetime before which its body is not run.
             deadline: seconds, timedelta or an aware datetime for the whole execution.
+            on_parent_close: of a child: ``"cancel"`` ends it when its parent ends, ``"abandon"`` leaves it.
 
         Raises:
             InvalidInputError: an unknown option. InvalidIdError: the id cannot be used.

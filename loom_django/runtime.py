@@ -44,14 +44,14 @@ from loom_django.services.dispatch import (
     TasksDispatcher,
     Ticket,
     WorkerDispatcher,
-    deliver_now,
     dispatch_start,
     hand_on,
 )
 from loom_django.services.leases import LeaseKeeper
 from loom_django.services.notices import Notifier
+from loom_django.services.redrive import look_now
 from loom_django.stores import store_for
-from loom_django.stores.base import Store
+from loom_django.stores.base import READY, Store
 
 if TYPE_CHECKING:
     from loom_django.engine.core import Keeper
@@ -258,7 +258,16 @@ class Loom:
             store = self._given_store or store_for(conf.get_settings().DATABASE)
             keeper = self._given_keeper or LeaseKeeper(store, conf.get_settings)
             ring = Notifier(store, conf.get_settings).ring
-            self._engine = Engine(store, conf.get_settings, registry, keeper, announce=_announce, ring=ring)
+            self._engine = Engine(
+                store,
+                conf.get_settings,
+                registry,
+                keeper,
+                announce=_announce,
+                ring=ring,
+                started=lambda execution_id: self.dispatcher.dispatch(execution_id, Ticket(READY), None),
+                woken=lambda execution_id: look_now(self.engine, lambda: self.dispatcher, execution_id),
+            )
         return self._engine
 
     @property
@@ -322,8 +331,7 @@ class Loom:
         return await sync_to_async(self.start_flow)(flow, args, kwargs)
 
     def _deliver_after_commit(self, execution_id: str) -> None:
-        engine, dispatcher = self.engine, self.dispatcher
-        self.store.on_commit(lambda: deliver_now(engine, dispatcher, execution_id))
+        self.store.on_commit(lambda: self.engine.woken(execution_id))
 
     def _handed_on(self, appended: Appended, ticket: Ticket) -> Handle[Any]:
         hand_on(self.engine, self.dispatcher, appended, ticket)

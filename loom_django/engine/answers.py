@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Literal, NoReturn, get_args
 
-from loom_django.engine import doubt, kept
+from loom_django.engine import children, doubt, kept
 from loom_django.engine.body import message_fields
 from loom_django.engine.code import flow_for, target_of
 from loom_django.engine.core import Engine, from_micros, to_micros
@@ -36,6 +36,7 @@ from loom_django.kernel import codec
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import (
+    ON_CHILD,
     ON_MESSAGE,
     ON_VERDICT,
     TERMINAL_STATUSES,
@@ -518,13 +519,19 @@ def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: 
 
 
 def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended:
-    """Answer a park with what lies in the inbox: an answer that was kept for one of its waits, or the oldest
-    message that a ``receive`` waits for. No events if there is nothing to do.
+    """Answer a park with what has come: children that have ended, an answer that was kept for one of its waits,
+    or the oldest message that a ``receive`` waits for. No events if there is nothing to do.
     """
 
     def compose(journal: Journal) -> Landing | None:
         fold = journal.fold
+        if (done := children.finished_wait(engine, fold)) is not None:
+            check_code(engine, fold)
+            journal.record(Kind.EXECUTION_RESUMED, {"wait": done.id, "event": children.CHILD_EVENT})
+            return Landing(ownership, timers_off=_timer_of(done))
         for wait in fold.pending_waits():
+            if wait.on == ON_CHILD:
+                continue
             if wait.on != ON_MESSAGE:
                 if (message := kept.find(engine, execution_id, wait)) is not None:
                     check_code(engine, fold)
@@ -550,6 +557,24 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
 
 
 # Ends.
+
+
+def close_with_parent(engine: Engine, execution_id: str) -> Appended | None:
+    """Cancel a child whose parent has ended, if it was started to end with it; None if it was not."""
+    events = engine.store.read(execution_id, limit=1)
+    options = events[0].data.get("options") or {} if events else {}
+    parent = options.get("parent")
+    if parent is None or options.get("on_parent_close") != "cancel":
+        return None
+    status = engine.store.status(parent)
+    if status is not None and status not in TERMINAL_STATUSES:
+        return None
+    if engine.store.status(execution_id) in TERMINAL_STATUSES:
+        return None
+    try:
+        return cancel(engine, execution_id, reason=f"its parent {parent} has ended")
+    except ExecutionClosedError:
+        return None  # by itself, meanwhile
 
 
 def cancel(engine: Engine, execution_id: str, *, reason: str = "", principal: Any = None) -> Appended:

@@ -12,7 +12,7 @@ import inspect
 import random
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -41,8 +41,9 @@ from loom_django.errors import (
 )
 from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import Duration, seconds
-from loom_django.kernel.events import KERNEL_KINDS, Encoded, Kind
+from loom_django.kernel.events import KERNEL_KINDS, Encoded, Event, Kind
 from loom_django.kernel.state import (
+    ON_CHILD,
     ON_MESSAGE,
     ON_TIMER,
     Frame,
@@ -70,7 +71,7 @@ class Shared:
     misuse: BaseException | None = None
     landed_once: bool = False
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # by step: where, and the branch's path
-    drivers: list[Driver] = field(default_factory=list)
+    bodies: list[Body] = field(default_factory=list)  # the body, and its branches while they run
 
 
 class Body:
@@ -95,7 +96,7 @@ class Body:
         self.driver = driver
         self.settings: LoomSettings = engine.settings()
         self.shared = shared or Shared(_recorded_facts(journal))
-        self.shared.drivers.append(driver)
+        self.shared.bodies.append(self)
         self.clock = journal.fold.started_at
         self.thread = threading.get_ident()
         self.joined = False  # while its branches run
@@ -198,8 +199,8 @@ class Body:
         if self.shared.sealed is None:
             self.shared.sealed = Unwind(why, cause)
         if why is Why.LOST:
-            for driver in tuple(self.shared.drivers):
-                driver.interrupt()
+            for body in tuple(self.shared.bodies):
+                body.driver.interrupt()
         return self.shared.sealed
 
     def raise_seal(self) -> None:
@@ -210,6 +211,14 @@ class Body:
     def begin_live(self) -> None:
         """Leave the body if it may do nothing that the log does not hold."""
         self.raise_seal()
+
+    def begin_child(self, child_id: str) -> None:
+        """Leave the body if it may not start what the log does not hold."""
+        self.begin_live()
+
+    def ends_of(self, ids: Sequence[str]) -> dict[str, Event | None]:
+        """How these executions ended, as the store has it now."""
+        return self.ask_store(lambda: self.engine.store.ended(ids))
 
     def branch(self, path: str, driver: Driver) -> BranchBody:
         """A body for a parallel branch of this one."""
@@ -332,12 +341,12 @@ class Body:
         wait_id = self.mint("wait", on)
         wait = self._find_wait(wait_id)
         if wait is None:
-            yield from self._park(Wait(wait_id, on, correlation_key, self._timeout_at(timeout)))
+            yield from self._park(Wait(wait_id, on, correlation_key, self.timeout_at(timeout)))
             raise AssertionError("a first park does not return")
         if not wait.answered:
             wait = yield from self.wait_again(wait, "waiting")
-            return self._take(wait, live=True)
-        return self._take(wait)
+            return self.take(wait, live=True)
+        return self.take(wait)
 
     def sleep(self, duration: Duration) -> Steps[None]:
         yield Enter(partial(self.enter, "sleep"))
@@ -370,16 +379,16 @@ class Body:
         wait_id = self.mint("message", name)
         wait = self._find_wait(wait_id)
         if wait is not None and wait.answered:
-            return self._take(wait)
+            return self.take(wait)
         self.begin_live()
-        wake_at = wait.wake_at if wait else self._timeout_at(timeout)
+        wake_at = wait.wake_at if wait else self.timeout_at(timeout)
         while True:
-            wakes = yield Io(self._wakes)
+            wakes = yield Io(self.wakes)
             taken = yield Io(lambda: self._take_message(wait_id, name))
             if taken:
                 if self.deferred:
                     yield Io(self.land)  # a message that was taken must not come again after an effect
-                return self._take(self.journal.fold.waits[wait_id], live=True)
+                return self.take(self.journal.fold.waits[wait_id], live=True)
             # A message that came since the look refuses the park: the body looks again.
             yield from self._park(Wait(wait_id, ON_MESSAGE, name, wake_at), wakes=wakes)
 
@@ -387,7 +396,7 @@ class Body:
         """Take the answer that was kept for a wait of an earlier park, or park on that wait again."""
         self.begin_live()
         while True:
-            wakes = yield Io(self._wakes)
+            wakes = yield Io(self.wakes)
             if (yield Io(lambda: self._take_kept(wait))):
                 if self.deferred:
                     yield Io(self.land)
@@ -403,7 +412,7 @@ class Body:
         self.journal.ride(message=message.number, wait=wait)
         return True
 
-    def _wakes(self) -> int:
+    def wakes(self) -> int:
         return self.ask_store(lambda: self.engine.store.wakes(self.execution_id))
 
     def _take_message(self, wait_id: str, name: str) -> bool:
@@ -479,14 +488,14 @@ class Body:
     def _find_wait(self, wait_id: str) -> Wait | None:
         return self.journal.fold.waits.get(wait_id)
 
-    def _take(self, wait: Wait, *, live: bool = False) -> Any:
+    def take(self, wait: Wait, *, live: bool = False) -> Any:
         (self.did if live else self.served)(wait.answered_at)
         if wait.status is WaitStatus.TIMED_OUT:
             on = wait.correlation_key or wait.on if wait.on == ON_MESSAGE else wait.on
             raise WaitTimedOut(on, wait.correlation_key, from_micros(wait.answered_at))
         return self.decode(wait.answer)
 
-    def _timeout_at(self, timeout: Duration | None) -> int | None:
+    def timeout_at(self, timeout: Duration | None) -> int | None:
         if timeout is None:
             return None
         length: float = self.checked(lambda: seconds(timeout, "timeout"))
@@ -615,7 +624,8 @@ class BranchBody(Body):
 def _recorded_facts(journal: Journal) -> int:
     fold = journal.fold
     served = sum(1 for frame in fold.frames.values() if frame.settled)
-    return served + len(fold.waits) - len(fold.open_waits) + len(fold.decisions) + len(fold.noted)
+    waits = sum(1 for wait in fold.waits.values() if wait.answered and wait.on != ON_CHILD)
+    return served + waits + len(fold.decisions) + len(fold.noted)
 
 
 def _ignore_late(outcome: Outcome) -> None:

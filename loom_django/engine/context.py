@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import random as random_module
-from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
 from datetime import datetime
-from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
 from uuid import UUID
 
-from loom_django.definitions import Step, Tool
+from loom_django.definitions import AwaitMode, Child, Flow, Outcome, Step, Tool
 from loom_django.engine.body import Body, metered
+from loom_django.engine.children import await_child, await_children, start_child
 from loom_django.engine.core import from_micros
 from loom_django.engine.drive import AsyncDriver, CutOff, Steps, SyncDriver
 from loom_django.engine.parallel import parallel
@@ -29,8 +30,11 @@ R = TypeVar("R")
 _numbers = itertools.count()
 
 _FLOW_ONLY = frozenset(
-    {"run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide", "parallel"}
-)
+    {
+        "run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide", "parallel",
+        "start_child", "await_child", "await_children",
+    }
+)  # fmt: skip
 
 
 class StepContext:
@@ -237,6 +241,63 @@ class FlowContext(_Context):
         """
         return self._do(parallel(self._body, branches, settle))
 
+    def start_child(self, flow: Flow[P, R] | str, /, *args: Any, **kwargs: Any) -> Child[R]:
+        """Start another execution that knows this one as its parent; options by ``flow.using(…)``.
+
+        It begins beside this body (with the inline dispatcher: when this body parks or ends). When this
+        execution ends, it is cancelled, unless it was started with ``on_parent_close="abandon"``.
+
+        Raises:
+            InvalidInputError, FlowNotFoundError, ExecutionConflictError, UnencodableValueError: misuse.
+        """
+        return self._do(start_child(self._body, flow, args, kwargs))
+
+    def await_child(self, child: Child[R], /) -> R:
+        """Park until a child has ended; return its result.
+
+        Raises:
+            ChildFailed: it ended otherwise, or nothing is left of it.
+        """
+        result: R = self._do(await_child(self._body, child))
+        return result
+
+    @overload
+    def await_children(
+        self,
+        children: Sequence[Child[R]],
+        /,
+        *,
+        mode: Literal["all"] = "all",
+        timeout: Duration | None = None,
+    ) -> list[R]: ...
+    @overload
+    def await_children(
+        self,
+        children: Sequence[Child[Any]],
+        /,
+        *,
+        mode: Literal["settled"],
+        timeout: Duration | None = None,
+    ) -> list[Outcome]: ...
+    @overload
+    def await_children(
+        self, children: Sequence[Child[Any]], /, *, mode: Literal["any"], timeout: Duration | None = None
+    ) -> Outcome: ...
+    def await_children(
+        self, children: Sequence[Child[Any]], /, *, mode: AwaitMode = "all", timeout: Duration | None = None
+    ) -> Any:
+        """Park until children have ended: all of them, or with ``"any"`` the first.
+
+        Returns:
+            ``"all"``: their results in the order given. ``"settled"``: an :class:`~loom_django.Outcome` for
+            each. ``"any"``: the Outcome of the first that was seen to have ended.
+
+        Raises:
+            ChildFailed: with ``"all"``, of the first in order that did not complete; after all have ended.
+            WaitTimedOut: not within ``timeout`` (seconds or timedelta).
+        """
+        return self._do(await_children(self._body, children, mode, timeout))
+
     def decide(self, decision_id: str, decider: Callable[[], R], /) -> R:
         """Compute a value once and record it: for a flag, a setting, a read that may change."""
         result: R = self._do(self._body.decide(decision_id, decider))
@@ -324,6 +385,20 @@ class AsyncFlowContext(_Context):
     ) -> Awaitable[dict[str, Any]]:
         """See :meth:`FlowContext.parallel`; function branches are ``async def``."""
         return self._do("parallel", parallel(self._body, branches, settle))
+
+    def start_child(self, flow: Flow[P, R] | str, /, *args: Any, **kwargs: Any) -> Awaitable[Child[R]]:
+        """See :meth:`FlowContext.start_child`."""
+        return self._do("start_child", start_child(self._body, flow, args, kwargs))
+
+    def await_child(self, child: Child[R], /) -> Awaitable[R]:
+        """See :meth:`FlowContext.await_child`."""
+        return self._do("await_child", await_child(self._body, child))
+
+    def await_children(
+        self, children: Sequence[Child[Any]], /, *, mode: AwaitMode = "all", timeout: Duration | None = None
+    ) -> Awaitable[Any]:
+        """See :meth:`FlowContext.await_children`."""
+        return self._do("await_children", await_children(self._body, children, mode, timeout))
 
     def decide(self, decision_id: str, decider: Callable[[], Any], /) -> Awaitable[Any]:
         """See :meth:`FlowContext.decide`; the decider may be async."""

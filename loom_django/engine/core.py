@@ -62,6 +62,10 @@ def _tell_nobody() -> None:
     """Whoever waits looks by itself."""
 
 
+def _nobody_told(execution_id: str) -> None:
+    """Nobody is told of an execution."""
+
+
 def random_token() -> int:
     """A random number that fits a signed 64-bit column and is never 0."""
     return secrets.randbits(62) + 1
@@ -94,6 +98,11 @@ class Engine:
     announce: Callable[[str, int, tuple[Event, ...]], None] = _announce_nothing
     # Tells idle loops, in other processes too, that something is ready; after the commit that made it so.
     ring: Callable[[], None] = _tell_nobody
+    # Has an execution run that a body of this process has just made ready; after the commit.
+    started: Callable[[str], None] = _nobody_told
+    # Has an execution looked at that a commit of this process has just woken; after the commit. Both only make
+    # it quicker: a row says what is to be done.
+    woken: Callable[[str], None] = _nobody_told
     # Points at which the testing kit stops a run as a crash would; nobody else sets it.
     crash_point: Callable[[str, str, str], None] | None = None
     # Tools that the testing kit answers for.

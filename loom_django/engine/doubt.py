@@ -61,7 +61,9 @@ def doubt_waits(frames: list[Frame]) -> list[Wait]:
 
 def park_fields(reason: str, waits: list[Wait], error: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The payload of EXECUTION_SUSPENDED."""
-    items = [
-        {"id": wait.id, "on": wait.on, "key": wait.correlation_key, "wake_at": wait.wake_at} for wait in waits
-    ]
-    return {"reason": reason, "waits": items, "error": error}
+    return {"reason": reason, "waits": [_item(wait) for wait in waits], "error": error}
+
+
+def _item(wait: Wait) -> dict[str, Any]:
+    item = {"id": wait.id, "on": wait.on, "key": wait.correlation_key, "wake_at": wait.wake_at}
+    return {**item, "children": list(wait.children), "mode": wait.mode} if wait.children else item

@@ -138,6 +138,11 @@ class Driver:
         self._interrupted = False
 
     @property
+    def sequential(self) -> bool:
+        """True where all must happen in one thread: branches run one after the other there."""
+        return self.one_thread
+
+    @property
     def closed(self) -> bool:
         """True when the body has ended: what it left running may do nothing more."""
         return False
@@ -277,9 +282,9 @@ class SyncDriver(Driver):
         return self.call_in_thread(command) if command.is_async else self.call_sync(command)
 
     def _join(self, join: Join) -> None:
-        if self.one_thread:
+        if self.sequential:
             for branch in join.branches:
-                branch.end(_measured_branch(branch, SyncDriver(one_thread=True)))
+                branch.end(_measured_branch(branch, self.sibling()))
             return
         crew = _Crew(join.branches, self)
         try:
@@ -291,6 +296,10 @@ class SyncDriver(Driver):
         except BaseException:
             self._room.close()
             raise
+
+    def sibling(self) -> SyncDriver:
+        """The driver of a branch that runs in this thread."""
+        return SyncDriver(one_thread=self.one_thread)
 
     def branch_driver(self) -> SyncDriver:
         """The driver of a branch, whose rules run in this driver's thread."""
@@ -692,7 +701,7 @@ class _AsyncBranchDriver(AsyncDriver):
         self._root = root
         self.stop = root.stop
         self._own, self._here = root._own, root._here
-        self._is_beside = not root.one_thread
+        self._is_beside = not root.sequential
 
     @property
     def task(self) -> asyncio.Task[Any] | None:
@@ -705,6 +714,9 @@ class _AsyncBranchDriver(AsyncDriver):
     @property
     def closed(self) -> bool:
         return self._root.closed or (self._task is not None and self._task.done())
+
+    def call_sync(self, command: Invoke) -> Outcome:
+        return self._root.call_sync(command)
 
     def _bring(self, work: Callable[[], None]) -> None:
         self._root._bring(work)

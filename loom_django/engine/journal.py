@@ -9,11 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 
 from loom_django.engine.core import Engine, from_micros
 from loom_django.errors import StaleFenceError
-from loom_django.kernel.events import KERNEL_KINDS, Event, may_be_passed_by_owner, pack
+from loom_django.kernel.events import (
+    KERNEL_KINDS,
+    TERMINAL,
+    Event,
+    Kind,
+    may_be_passed_by_owner,
+    pack,
+)
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.projection import project
 from loom_django.kernel.state import Wait
@@ -87,6 +95,7 @@ class Journal:
         timers: tuple[TimerRow, ...] = (),
         timers_off: tuple[datetime, ...] | None = (),
         messages: tuple[int, ...] = (),
+        also: tuple[Commit, ...] = (),
         pass_notes: bool = True,
         unchanged: int | None = None,
     ) -> tuple[Event, ...]:
@@ -104,6 +113,7 @@ class Journal:
         """
         if not self.kept:
             return ()
+        wake = self._woken()
         for attempt in range(PASSES + 1):
             commit = Commit(
                 execution_id=self.execution_id,
@@ -116,6 +126,8 @@ class Journal:
                 timers=timers,
                 timers_off=None if timers_off is None else (*timers_off, *self._timers_off),
                 messages=(*messages, *self._messages),
+                wake=wake,
+                also=also,
             )
             try:
                 if unchanged is None:
@@ -131,7 +143,30 @@ class Journal:
         self._messages.clear()
         self._timers_off.clear()
         self._announce(landed)
+        for execution_id in wake:
+            self.engine.store.on_commit(partial(self.engine.woken, execution_id))
         return landed
+
+    def start_of(
+        self, *, ownership: Ownership, new: NewExecution, timers: tuple[TimerRow, ...] = ()
+    ) -> Commit:
+        """The kept start as a commit that lands with another execution's."""
+        return Commit(
+            execution_id=self.execution_id,
+            events=tuple(self.kept),
+            projection=project(self.fold),
+            ownership=ownership,
+            new=new,
+            timers=timers,
+        )
+
+    def _woken(self) -> tuple[str, ...]:
+        """Who is to learn of an end: the parent that may wait for it, and children that are to end with it."""
+        if not any(event.kind in TERMINAL and event.kind != Kind.EXECUTION_CONTINUED for event in self.kept):
+            return ()
+        parent = self.fold.options.get("parent")
+        closing = [child for child, policy in self.fold.children.items() if policy == "cancel"]
+        return (*([parent] if parent else []), *closing)
 
     def _announce(self, landed: tuple[Event, ...]) -> None:
         fold = self.fold

@@ -109,7 +109,7 @@ class _Branch:
     def end(self, outcome: Outcome) -> None:
         body = self.body
         if body is not None:
-            body.shared.drivers.remove(body.driver)
+            body.shared.bodies.remove(body)
             self._land(body)
             if outcome.error is None and body.unawaited:
                 forgotten = ", ".join(sorted(set(body.unawaited.values())))

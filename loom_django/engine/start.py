@@ -28,7 +28,7 @@ from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import seconds
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.fold import Fold
-from loom_django.stores.base import NewExecution, Ownership, SequenceOccupied, TimerRow
+from loom_django.stores.base import Commit, NewExecution, Ownership, SequenceOccupied, TimerRow
 
 # A start that meets an id whose holder rolls back is tried again.
 ATTEMPTS: Final = 5
@@ -87,7 +87,7 @@ def start(
         try:
             journal.land(ownership=owned, new=new, timers=timers, pass_notes=False)
         except SequenceOccupied:
-            found = _existing(engine, flow, given, execution_id, settled=scheduled_at is not None)
+            found = existing(engine, flow, given, execution_id, settled=scheduled_at is not None)
             if found is not None:
                 return found
             continue
@@ -96,6 +96,28 @@ def start(
             journal.fence = engine.store.fence(execution_id) or None
         return Started(execution_id, flow.id, True, journal, later)
     raise StoreUnavailableError(f"the id {execution_id!r} was taken and given up again and again", ATTEMPTS)
+
+
+def child_start(
+    engine: Engine,
+    flow: Flow[..., Any],
+    given: Mapping[str, Any],
+    options: Options,
+    execution_id: str,
+    parent: str,
+) -> tuple[Commit, bool]:
+    """The start of a child as a commit that lands with its parent's; True if it is to begin only later.
+
+    Raises: as :func:`start`, but for conflicts: the caller has looked.
+    """
+    check_startable(flow)
+    check_queue(engine, options.queue)
+    journal = Journal(engine, Fold(), fence=None, writer=random_token())
+    fields, new = _facts(engine, journal, flow, given, options, execution_id, None, parent)
+    journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
+    timers = () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
+    owned = Ownership("ready", at=new.not_before)
+    return journal.start_of(ownership=owned, new=new, timers=timers), new.not_before is not None
 
 
 def check_startable(flow: Flow[..., Any]) -> None:
@@ -143,7 +165,7 @@ def _check_years(micros: int, what: str) -> None:
         raise InvalidInputError(f"{what} must lie between the years 1970 and 9999: leave it out for none")
 
 
-def _existing(
+def existing(
     engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], execution_id: str, *, settled: bool
 ) -> Started | None:
     events = engine.store.read(execution_id, limit=1)
@@ -167,6 +189,7 @@ def _facts(
     options: Options,
     execution_id: str,
     scheduled_at: datetime | None,
+    parent: str | None = None,
 ) -> tuple[dict[str, Any], NewExecution]:
     limit = engine.settings().MAX_PAYLOAD_BYTES
     attributes = _attributes(options.attributes, limit)
@@ -182,6 +205,8 @@ def _facts(
         "start_at": later,
         "deadline": deadline,
         "scheduled_at": None if scheduled_at is None else to_micros(scheduled_at),
+        "parent": parent,
+        "on_parent_close": options.on_parent_close if parent is not None else None,
     }
     fields = {
         "flow": flow.id,
@@ -196,6 +221,7 @@ def _facts(
         priority=options.priority,
         not_before=None if later is None else from_micros(later),
         deadline=None if deadline is None else from_micros(deadline),
+        parent_id=parent,
         chain=execution_id,
         subject_type=subject[0] if subject else "",
         subject_id=subject[1] if subject else "",

@@ -15,6 +15,7 @@ from typing import Any, Final
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import (
+    CHILD_DECISION,
     GATES,
     ON_VERDICT,
     Decision,
@@ -44,6 +45,7 @@ class Fold:
         self.frames: dict[str, Frame] = dict(state.frames)
         self.waits: dict[str, Wait] = dict(state.waits)
         self.decisions: dict[str, Decision] = dict(state.decisions)
+        self.children: dict[str, str] = dict(state.children)
         self.meters: dict[str, Any] = dict(state.meters)
         self.messages: set[int] = set(state.messages)
         self.noted: set[str] = set(state.noted)
@@ -98,6 +100,7 @@ class Fold:
             frames=MappingProxyType(dict(self.frames)),
             waits=MappingProxyType(dict(self.waits)),
             decisions=MappingProxyType(dict(self.decisions)),
+            children=MappingProxyType(dict(self.children)),
             meters=MappingProxyType(dict(self.meters)),
             messages=frozenset(self.messages),
             noted=frozenset(self.noted),
@@ -163,6 +166,8 @@ class Fold:
                     correlation_key=item.get("key"),
                     wake_at=item.get("wake_at"),
                     since=known.since if known else data["at"],
+                    children=tuple(item.get("children", ())),
+                    mode=item.get("mode", ""),
                 )
             )
 
@@ -329,10 +334,20 @@ class Fold:
     def _decided(self, event: Event, data: Mapping[str, Any]) -> None:
         if self.status == Status.PENDING:
             self.status = Status.RUNNING
+        if data["decision"].startswith(CHILD_DECISION):
+            self.children.pop(data["decision"].removeprefix(CHILD_DECISION), None)
         inner = data.get("inner_steps")
         self.decisions[data["decision"]] = Decision(
             value=data.get("value"), at=data["at"], inner_steps=None if inner is None else tuple(inner)
         )
+
+    def _child_started(self, event: Event, data: Mapping[str, Any]) -> None:
+        if self.status == Status.PENDING:
+            self.status = Status.RUNNING
+        if "child" in data:
+            self.children[data["child"]] = data.get("on_parent_close", "cancel")
+        if "note" in data:
+            self.noted.add(data["note"])
 
     def _metered(self, event: Event, data: Mapping[str, Any]) -> None:
         amount = codec.decode(data["amount"])
@@ -375,7 +390,7 @@ _RULES: Final[Mapping[str, _Rule]] = {
     Kind.TIMER_FIRED: Fold._timer_fired,
     Kind.MESSAGE_CONSUMED: Fold._message,
     Kind.DECISION_RECORDED: Fold._decided,
-    Kind.CHILD_STARTED: Fold._noted,
+    Kind.CHILD_STARTED: Fold._child_started,
     Kind.OUTCOME_RECORDED: Fold._outcome,
     Kind.RESOURCE_METERED: Fold._metered,
 }

@@ -109,8 +109,8 @@ def idempotency_key(execution_id: str, step_id: str, generation: int = 0) -> str
     return _shortened(base, "%~", len(suffix)).replace(":", "~") + suffix
 
 
-def child_id(parent: str, flow: str, n: int) -> str:
-    """Return the id of the n-th child of that flow."""
+def child_id(parent: str, flow: str, n: int | str) -> str:
+    """Return the id of the n-th child of that flow; in a branch, ``n`` is its path and the number."""
     # Without the escape, "a/b" starting "c" and "a" starting "b/c" would name the same child.
     full = f"{parent}/{flow.replace('%', '%25').replace('/', '%2F')}#{n}"
     return full if len(full) <= MAX_LENGTH else _shortened(full, ".")

@@ -69,17 +69,19 @@ def _current_step(fold: Fold) -> str:
 
 
 def _waits(waits: tuple[Wait, ...]) -> str:
-    items: list[dict[str, Any]] = [
-        {
-            "id": wait.id,
-            "on": wait.on,
-            "key": wait.correlation_key,
-            "wake_at": wait.wake_at,
-            "since": wait.since,
-        }
-        for wait in waits
-    ]
-    return json.dumps(items, separators=(",", ":"))
+    return json.dumps([_wait(wait) for wait in waits], separators=(",", ":"))
+
+
+def _wait(wait: Wait) -> dict[str, Any]:
+    item = {
+        "id": wait.id,
+        "on": wait.on,
+        "key": wait.correlation_key,
+        "wake_at": wait.wake_at,
+        "since": wait.since,
+    }
+    # Which ones is for the log to say: a row is to stay small.
+    return {**item, "children": len(wait.children), "mode": wait.mode} if wait.children else item
 
 
 def _plain(text: Any) -> str:

@@ -53,6 +53,10 @@ ON_CHILD: Final = "CHILD_DONE"
 GATES: Final = frozenset({ON_DIVERGED, ON_ERROR, ON_POISONED})
 
 
+# A decision under this name and a child's id is how that child ended, as its parent has seen it.
+CHILD_DECISION: Final = "__loom_child__:"
+
+
 def is_reserved(on: str) -> bool:
     return on in (ON_VERDICT, ON_CHILD) or on.startswith("__loom_")
 
@@ -108,6 +112,8 @@ class Wait:
     answered_at: int = 0
     answered_sequence: int = 0
     since: int = 0  # when it was first parked on
+    children: tuple[str, ...] = ()  # of a wait for children: which
+    mode: str = ""  # "all" or "any" of them
 
     @property
     def pending(self) -> bool:
@@ -141,6 +147,8 @@ class ExecutionState:
     frames: Mapping[str, Frame] = field(default_factory=lambda: MappingProxyType({}))
     waits: Mapping[str, Wait] = field(default_factory=lambda: MappingProxyType({}))
     decisions: Mapping[str, Decision] = field(default_factory=lambda: MappingProxyType({}))
+    # Children that were started and whose end the body has not seen, each with what its parent's end means to it.
+    children: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     meters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     messages: frozenset[int] = frozenset()  # numbers of the messages that the log has taken
     noted: frozenset[str] = frozenset()  # emits and meters of the body: a replay does not repeat them

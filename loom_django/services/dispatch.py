@@ -17,7 +17,6 @@ from typing import Final, Protocol
 
 from django.utils.module_loading import import_string
 
-from loom_django.engine import answers
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import Appended
@@ -242,19 +241,6 @@ def hand_on(engine: Engine, dispatcher: Dispatcher, appended: Appended, ticket: 
     if appended.events:
         journal = appended.journal
         engine.store.on_commit(lambda: dispatcher.dispatch(journal.execution_id, ticket, journal))
-
-
-def deliver_now(engine: Engine, dispatcher: Dispatcher, execution_id: str) -> None:
-    """Answer a park with what was put into the inbox just now; if that fails, its re-drive row is still due."""
-    try:
-        ticket = dispatcher.ticket()
-        hand_on(engine, dispatcher, answers.deliver(engine, execution_id, ticket.ownership), ticket)
-    except Exception:
-        logging.getLogger("loom_django.inbox").warning(
-            "the inbox could not be delivered at once; the timer loop will",
-            exc_info=True,
-            extra={"execution_id": execution_id},
-        )
 
 
 def dispatch_start(engine: Engine, dispatcher: Dispatcher, started: Started, ticket: Ticket) -> None:

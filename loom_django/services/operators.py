@@ -44,7 +44,6 @@ from loom_django.services.dispatch import (
     InlineDispatcher,
     Ticket,
     WorkerDispatcher,
-    deliver_now,
 )
 from loom_django.stores.base import READY, Acquired, Commit, Ownership, Store
 
@@ -459,7 +458,7 @@ def _perform(
         if goes_on:
             _dispatch(loom, over, execution_id, appended)
         if appended.kept:
-            store.on_commit(lambda: deliver_now(loom.engine, loom.dispatcher, execution_id))
+            store.on_commit(lambda: loom.engine.woken(execution_id))
     return done
 
 

@@ -6,12 +6,15 @@ keeps the row: it is tried again later. A node without re-drivers leaves such ro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Literal, Protocol
 
 from loom_django.engine import answers
 from loom_django.engine.core import Engine
 from loom_django.services.dispatch import Dispatcher, hand_on
+
+log = logging.getLogger("loom_django.inbox")
 
 Told = Literal["done", "noop", "contended"]
 
@@ -28,10 +31,10 @@ class Redriver(Protocol):
         """
 
 
-class InboxRedriver:
-    """Delivers what lies in an inbox to the park that waits for it."""
+class ArrivalRedriver:
+    """Answers a park with what has come for it: a message, an answer that was kept, children that ended."""
 
-    name = "inbox"
+    name = "arrivals"
 
     def __init__(self, engine: Engine, dispatcher: Callable[[], Dispatcher]) -> None:
         self.engine = engine
@@ -43,3 +46,34 @@ class InboxRedriver:
         appended = answers.deliver(self.engine, execution_id, ticket.ownership)
         hand_on(self.engine, dispatcher, appended, ticket)
         return "done" if appended.events else "noop"
+
+
+class CloseRedriver:
+    """Ends a child that was started to end with its parent."""
+
+    name = "close"
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def redrive(self, execution_id: str) -> Told:
+        return "noop" if answers.close_with_parent(self.engine, execution_id) is None else "done"
+
+
+def redrivers(engine: Engine, dispatcher: Callable[[], Dispatcher]) -> tuple[Redriver, ...]:
+    """All of loom's own. Whether a child is to end is asked before it is set going again."""
+    return (CloseRedriver(engine), ArrivalRedriver(engine, dispatcher))
+
+
+def look_now(engine: Engine, dispatcher: Callable[[], Dispatcher], execution_id: str) -> None:
+    """Do at once what a re-drive row asks for; the row stays, and is done again if this fails."""
+    try:
+        for redriver in redrivers(engine, dispatcher):
+            if redriver.redrive(execution_id) != "noop":
+                return
+    except Exception:
+        log.warning(
+            "what has come for an execution could not be delivered at once; the timer loop will",
+            exc_info=True,
+            extra={"execution_id": execution_id},
+        )

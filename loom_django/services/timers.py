@@ -19,9 +19,9 @@ from loom_django.errors import (
     StoreUnavailableError,
 )
 from loom_django.kernel.backoff import redrive_delay
-from loom_django.services import announce
+from loom_django.services import announce, redrive
 from loom_django.services.dispatch import Dispatcher, hand_on
-from loom_django.services.redrive import InboxRedriver, Redriver
+from loom_django.services.redrive import Redriver
 from loom_django.stores.base import Due, TimerRow
 
 log = logging.getLogger("loom_django.timers")
@@ -52,7 +52,7 @@ class TimerService:
         self.engine = engine
         self.dispatcher = dispatcher
         self.limit = limit
-        self.redrivers = (InboxRedriver(engine, dispatcher),) if redrivers is None else tuple(redrivers)
+        self.redrivers = redrive.redrivers(engine, dispatcher) if redrivers is None else tuple(redrivers)
         self.fired = 0
 
     def tick(self) -> bool:

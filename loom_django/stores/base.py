@@ -430,6 +430,9 @@ class EventStore(Protocol):
             StoreUnavailableError: the database stayed away; nothing is known to have landed.
         """
 
+    def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
+        """The last event of each execution that has ended, None for one that lives; others are left out."""
+
     def delete_execution(self, execution_id: str) -> bool:
         """Remove a finished execution's rows. A token that was ever acquired stays; a 0 row goes.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from loom_django.errors import StaleFenceError
-from loom_django.kernel.events import Event, Kind, is_answering
+from loom_django.kernel.events import TERMINAL, Event, Kind, is_answering
 from loom_django.kernel.projection import Projection
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.stores.base import (
@@ -270,6 +270,14 @@ class MemoryStore:
             if token != fence or len(log) != commit.first_sequence - 1:
                 raise Changed(commit.execution_id, commit.first_sequence)
             self.append(replace(commit, fence=token))
+
+    def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
+        with self._lock:
+            logs = {key: self._tables.logs[key] for key in ids if key in self._tables.rows}
+            return {
+                key: next((event for event in reversed(log) if event.kind in TERMINAL), None)
+                for key, log in logs.items()
+            }
 
     def delete_execution(self, execution_id: str) -> bool:
         with self._lock:

@@ -333,6 +333,17 @@ class SqlStore(ScheduleCalls, ABC):
             OpenTransactionError: the transaction is a caller's, and reads from one snapshot.
         """
 
+    def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
+        if not ids:
+            return {}
+        rows = self._run("ended", {"ids": dumps(sorted(set(ids)))})
+        return {
+            key: None
+            if sequence is None
+            else Event(key, sequence, kind, body, fence, writer, is_kernel, self._time(recorded_at))
+            for key, sequence, kind, body, fence, writer, is_kernel, recorded_at in rows
+        }
+
     def delete_execution(self, execution_id: str) -> bool:
         finished = self._run("finished", {"id": execution_id})
         if not finished:

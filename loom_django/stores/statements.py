@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from loom_django.kernel.events import ANSWERING, KERNEL_KINDS, Kind
+from loom_django.kernel.events import ANSWERING, KERNEL_KINDS, TERMINAL, Kind
 from loom_django.kernel.state import TERMINAL_STATUSES
 
 
@@ -206,6 +206,19 @@ SHARED: Final = named(
         select 1 from loom_execution
         where id = %(id)s and not (status = %(status)s and created_at = $at(created_at))
         """,
+    ),
+    Statement(
+        "ended",
+        "How executions ended; notes may stand behind the end.",
+        f"""
+        select x.id, e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel, $time(e.recorded_at)
+        from $ids join loom_execution x on x.id = ids.id
+        left join loom_event e on x.status in ({_TERMINAL}) and e.execution_id = x.id and e.sequence = (
+            select max(last.sequence) from loom_event last
+            where last.execution_id = x.id and last.kind in ({_list(TERMINAL)})
+        )
+        """,
+        repeatable=True,
     ),
     # Deletion: in the lock order, the fence row first ("hold_fence").
     Statement(

@@ -8,7 +8,7 @@ first test. Nothing is written and no tool is called.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -154,6 +154,12 @@ class _FromLog(Body):
     def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
         if note not in self.journal.fold.noted:
             self._leave(None, "no such event", f"{kind} at {self.where()}")
+
+    def begin_child(self, child_id: str) -> None:
+        self._leave(None, "no such child", f"child {child_id!r} at {self.where()}")
+
+    def ends_of(self, ids: Sequence[str]) -> dict[str, Event | None]:
+        return dict.fromkeys(ids)  # they may have ended since the park
 
     def _take_message(self, wait_id: str, name: str) -> bool:
         return False  # one may have come since the park

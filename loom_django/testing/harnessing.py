@@ -31,7 +31,7 @@ from loom_django.engine.run import Ended, run_execution
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, InvalidInputError, OpenTransactionError
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_MESSAGE
+from loom_django.kernel.state import ON_CHILD, ON_MESSAGE, TERMINAL_STATUSES
 from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.recovery import recover_abandoned
@@ -229,16 +229,19 @@ class Harness:
             self._entered.append(body.execution_id)
 
     def _note_receiving(self, body: Body) -> None:
-        if any(wait.on == ON_MESSAGE for wait in body.journal.fold.pending_waits()):
+        fold = body.journal.fold
+        if any(wait.on in (ON_MESSAGE, ON_CHILD) for wait in fold.pending_waits()):
             self._receiving.add(body.execution_id)
         else:
             self._receiving.discard(body.execution_id)
+        if fold.status in TERMINAL_STATUSES:
+            for child in fold.children:
+                answers.close_with_parent(self._engine, child)
 
     def _deliver(self) -> None:
-        """Hand messages over that were sent in a transaction whose end a TestCase does not tell."""
+        """Deliver what came in a transaction whose end a TestCase does not tell: messages, ends of children."""
         for execution_id in sorted(self._receiving):
-            if self._engine.store.message_names(execution_id):
-                answers.deliver(self._engine, execution_id, READY)
+            answers.deliver(self._engine, execution_id, READY)
 
     # Time.
 
@@ -525,6 +528,10 @@ class _OnClock(Driver):
         super().__init__(one_thread=False)
         self._harness = harness
 
+    @property
+    def sequential(self) -> bool:
+        return True
+
     def call_sync(self, command: Invoke) -> Outcome:
         return super().call_sync(replace(command, timeout=None))
 
@@ -542,6 +549,9 @@ class _OnClock(Driver):
 
 
 class _SyncOnClock(_OnClock, SyncDriver):
+    def sibling(self) -> SyncDriver:
+        return _SyncOnClock(self._harness)
+
     def _perform(self, command: Command) -> Any:
         began = self._harness.now
         return self._judged(command, began, super()._perform(command))

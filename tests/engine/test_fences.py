@@ -31,7 +31,7 @@ from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
 from loom_django.services import operators
 from loom_django.services.dispatch import WorkerDispatcher
-from loom_django.services.redrive import InboxRedriver, Told
+from loom_django.services.redrive import ArrivalRedriver, Told
 from loom_django.services.timers import HOLD, MAX_TRIES, PUT_OFF, TimerService
 from loom_django.stores.base import READY, Acquired, Commit, TimerRow
 from tests.engine.conftest import World
@@ -1050,7 +1050,7 @@ def test_an_exhausted_wake_is_reported_once_and_tried_again(
     def receiver(execution_id: str, attempts: int, sequence: int, **_: Any) -> None:
         told.append((execution_id, attempts, sequence))
 
-    class Stubborn(InboxRedriver):
+    class Stubborn(ArrivalRedriver):
         contended = True
 
         def redrive(self, execution_id: str) -> Told:

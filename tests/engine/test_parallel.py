@@ -22,6 +22,7 @@ from loom_django import (
     flow,
     tool,
 )
+from loom_django.engine.parallel import _Scope
 from loom_django.errors import (
     ContextMisuseError,
     DuplicateBranchError,
@@ -245,27 +246,31 @@ def test_a_timeout_of_one_branch_leaves_the_other(world: World) -> None:
     assert handle.result() == {"p": "late", "s": "slept"}
 
 
-def test_a_failure_stops_the_siblings_and_keeps_what_they_did(world: World) -> None:
+def test_a_failure_stops_the_siblings_and_keeps_what_they_did(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The failed branch's error is the scope's; on a replay it is the same one, and nothing new is begun."""
-    begun, go = threading.Event(), threading.Event()
+    begun, known = threading.Event(), threading.Event()
+    has_failed = _Scope.has_failed
+
+    def tell(scope: _Scope, branch: Any) -> None:
+        has_failed(scope, branch)
+        known.set()
+
+    monkeypatch.setattr(_Scope, "has_failed", tell)
 
     @tool
     def slow(ctx: StepContext) -> str:
         CALLS[ctx.step_id] += 1
         begun.set()
-        assert go.wait(20)
+        assert known.wait(20)
         return "done"
 
     @tool
     def fail_late(ctx: StepContext) -> None:
         CALLS[ctx.step_id] += 1
-        if not begun.is_set() and not world_is_single(ctx):
-            assert begun.wait(20)
-        go.set()
+        assert begun.wait(20)
         raise ValueError("no")
-
-    def world_is_single(ctx: StepContext) -> bool:
-        return threading.current_thread() is threading.main_thread()
 
     @flow("p.fails", steps=[slow, fail_late, ship])
     def body(ctx: FlowContext) -> Any:

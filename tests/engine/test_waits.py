@@ -200,7 +200,7 @@ def test_a_message_whose_sender_died_is_delivered_by_the_timer_loop(
         return ctx.receive("carrier")
 
     handle = body.start()
-    monkeypatch.setattr("loom_django.runtime.deliver_now", lambda engine, dispatcher, execution_id: None)
+    monkeypatch.setattr(world.engine, "woken", lambda execution_id: None)
     world.loom.send(handle.id, "carrier", "here")
     assert handle.status == Status.SUSPENDED
     world.advance(timedelta(seconds=1))

@@ -1,4 +1,4 @@
-"""The harness with parallel branches: replayed at each park, crashed at every point, found out when they differ."""
+"""The harness with parallel branches and children: replayed at each park, and found out when they differ."""
 
 from __future__ import annotations
 
@@ -57,3 +57,25 @@ class ParallelTests(TestCase):
         with pytest.raises(NonDeterminismError) as found:
             self.h.run()
         assert found.value.step_id == "pack#1.a"
+
+
+@flow("testing.child", steps=[pack])
+def child_flow(ctx: FlowContext, sku: str) -> str:
+    return ctx.run(pack, sku)
+
+
+@flow("testing.parent")
+def parent_flow(ctx: FlowContext) -> Any:
+    children = [ctx.start_child(child_flow, sku) for sku in "ab"]
+    return [*ctx.await_children(children), ctx.suspend("Approval")]
+
+
+class ChildrenTests(TestCase):
+    def test_children_run_and_replay(self) -> None:
+        """run() goes on until parent and children are parked or over; the parent replays with what it has seen."""
+        h = self.enterContext(harness())
+        handle = parent_flow.using(execution_id="p").start()
+        h.run()
+        loom.resume("p", event_type="Approval", payload="yes")
+        h.run()
+        assert handle.result() == ["packed a", "packed b", "yes"]
