@@ -120,6 +120,47 @@ def renew_connections() -> None:
             connection.close_if_unusable_or_obsolete()
 
 
+def leave_pools() -> None:
+    """Have this thread's connections come out of no pool: it must not wait for one, nor keep one from others."""
+    for alias in connections:
+        if connections.settings[alias]["OPTIONS"].get("pool"):
+            connections[alias] = _unpooled(alias)
+
+
+@contextmanager
+def without_pools() -> Iterator[None]:
+    """Have no thread of this process take a connection out of a pool.
+
+    A pool is for requests, which give back soon what they took. Threads that live long would hold all it has.
+    """
+    taken = {
+        alias: connections.settings[alias]["OPTIONS"].pop("pool")
+        for alias in connections
+        if connections.settings[alias]["OPTIONS"].get("pool") and _give_back(alias)
+    }
+    try:
+        yield
+    finally:
+        for alias, pool in taken.items():
+            connections[alias].close()
+            connections.settings[alias]["OPTIONS"]["pool"] = pool
+
+
+def _give_back(alias: str) -> bool:
+    """Put this thread's connection back into its pool; False if a transaction is open on it."""
+    connection = connections[alias]
+    if connection.in_atomic_block:
+        return False
+    connection.close()
+    return True
+
+
+def _unpooled(alias: str) -> Any:
+    connection: Any = connections[alias].copy()
+    connection.settings_dict["OPTIONS"].pop("pool", None)
+    return connection
+
+
 def django_tasks() -> Any:
     """Django's Tasks framework: its own from Django 6.0 on, else the backport; None if there is neither."""
     for name in ("django.tasks", "django_tasks"):
@@ -140,8 +181,7 @@ def runs_no_task(backend: Any) -> str:
 @contextmanager
 def connection_apart(alias: str) -> Iterator[Any]:
     """A connection that is nobody else's, in autocommit, never out of a pool; closed afterwards."""
-    connection: Any = connections[alias].copy()
-    connection.settings_dict["OPTIONS"].pop("pool", None)
+    connection = _unpooled(alias)
     connection.settings_dict["AUTOCOMMIT"] = True
     try:
         connection.ensure_connection()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loom_django import compat
 from loom_django.conf import LoomSettings
 from loom_django.stores.base import Store
 
@@ -82,6 +83,7 @@ class LeaseKeeper:
 
     def _keep(self) -> None:
         try:
+            compat.leave_pools()  # bodies may hold all that a pool has, for as long as they run
             while self._wait_for_leases():
                 self._wait_for_renewal()
                 self.tick()

@@ -109,6 +109,7 @@ class Notifier:
 
     def _send(self) -> None:
         try:
+            compat.leave_pools()
             while asked := self._wait_for_one():
                 try:
                     self._store.notify()

@@ -66,11 +66,22 @@ def _connections() -> int:
         return int(cursor.fetchone()[0])
 
 
+# A pool that is smaller than what a worker has at work, as the one of ``"pool": True`` is.
+POOL = {"OPTIONS": {"pool": {"min_size": 1, "max_size": 1, "timeout": 0.2}}}
+
+
 @only_postgresql
-@pytest.mark.parametrize("max_age", [0, 60, None])
-def test_connections_that_are_cut_while_idle(lab: Lab, max_age: int | None):
+@pytest.mark.parametrize(
+    "database",
+    [
+        {"CONN_MAX_AGE": 0},
+        {"CONN_MAX_AGE": 60},
+        {"CONN_MAX_AGE": None},
+        pytest.param({"OPTIONS": {"pool": True}}, id="pool"),
+    ],
+)
+def test_connections_that_are_cut_while_idle(lab: Lab, database: dict[str, Any]):
     """Whatever CONN_MAX_AGE is, the first query after the cut ends no worker and fails no step."""
-    database = {"CONN_MAX_AGE": max_age}
     worker = lab.spawn("command", "run_loom_worker", loom=SHORT, database=database)
     for number in range(2):
         await_idle(worker)
@@ -82,6 +93,38 @@ def test_connections_that_are_cut_while_idle(lab: Lab, max_age: int | None):
         assert rows_of(f"x-{number}") == 1
         assert len(lab.effects(f"x-{number}")) == 4
         check_history(f"x-{number}")
+
+
+@only_postgresql
+def test_a_small_pool_starves_no_loop_and_no_renewal(lab: Lab):
+    """Django's pool is for requests: each thread of a worker keeps a connection that no other one waits for."""
+    names = [f"x-{number}" for number in range(6)]
+    starter = lab.spawn("start", "gate", *names, database=POOL, fresh=True)
+    assert starter.wait() == 0, starter.log
+    assert not lines_with(starter.log, "WARNING "), "telling the workers waits for no request"
+    worker = lab.spawn("command", "run_loom_worker", loom=SHORT, database=POOL)
+    eventually(lambda: len(lab.effects()) == len(names), "all are at work", instead=lambda: worker.log)
+    for name in names:
+        held = loom.store.held(name)
+        eventually(lambda: _renewed(name, held), "its lease is renewed", instead=lambda: worker.log)  # noqa: B023
+    for name in names:
+        lab.open_gate(name)
+    eventually(lambda: all(map(finished, names)), "all end", instead=lambda: worker.log)
+    assert len(lab.effects()) == 2 * len(names)
+    assert not lines_with(worker.log, "WARNING "), worker.log
+    assert not lines_with(worker.log, "ERROR "), worker.log
+
+
+@only_postgresql
+def test_a_body_that_holds_the_whole_pool_has_its_lease_renewed(lab: Lab):
+    """Inline, in a process whose pool has one connection: the renewal waits for none of it."""
+    child = lab.spawn("start", "gate", "x", loom={**SHORT, "DISPATCHER": "inline"}, database=POOL)
+    lab.await_effect("x")
+    held = loom.store.held("x")
+    eventually(lambda: _renewed("x", held), "the lease is renewed", patience=10, instead=lambda: child.log)
+    lab.open_gate("x")
+    assert child.wait() == 0, child.log
+    assert finished("x")
 
 
 @only_postgresql

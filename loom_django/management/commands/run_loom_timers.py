@@ -8,7 +8,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from loom_django import conf
+from loom_django import compat, conf
 from loom_django.management.options import (
     beat,
     listening,
@@ -44,6 +44,7 @@ class Command(BaseCommand):
             "--limit", type=positive_int, default=BATCH, help="Rows taken at a time (default: %(default)s)."
         )
 
+    @compat.without_pools()
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console(self, options["verbosity"])
         engine = loom.engine

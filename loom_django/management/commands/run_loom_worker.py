@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from loom_django import conf
+from loom_django import compat, conf
 from loom_django.management.options import (
     beat,
     listening,
@@ -64,6 +64,7 @@ class Command(BaseCommand):
             "(default: %(default)s).",
         )
 
+    @compat.without_pools()
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console(self, options["verbosity"])
         self._check_queues(options["queues"])
