@@ -62,6 +62,16 @@ DEFERRED_EVENTS: Final = 100
 DEFERRED_MICROS: Final = 1_000_000
 
 
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """A step that is to run if the flow fails."""
+
+    step_id: str
+    tool: Tool[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class Shared:
     """What the branches of one body run have in common."""
@@ -71,7 +81,16 @@ class Shared:
     misuse: BaseException | None = None
     landed_once: bool = False
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # by step: where, and the branch's path
+    deciding: list[tuple[str, list[str]]] = field(
+        default_factory=list
+    )  # by scope: the steps of open deciders
+    compensations: list[Compensation] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)  # the body, and its branches while they run
+
+
+# What a decision's record names of the steps that its decider ran.
+MAX_INNER_STEPS: Final = 4096
+MAX_INNER_BYTES: Final = 65_536
 
 
 class Body:
@@ -302,6 +321,9 @@ class Body:
         if step_id in asked:
             self.refuse(DuplicateStepError(step_id, asked[step_id][0], line))
         asked[step_id] = (line, self.path)
+        for path, deciding in self.shared.deciding:
+            if not path or self.path == path or self.path.startswith(f"{path}."):
+                deciding.append(step_id)
 
     def where(self) -> str:
         """The flow's line that asked."""
@@ -321,6 +343,12 @@ class Body:
     def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run"))
         step_id = steps.id_for(self, tool)
+        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+
+    def perform(
+        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Steps[Any]:
+        """Serve a step whose id is known, or run it."""
         return (yield from steps.perform(self, step_id, tool, args, kwargs))
 
     def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
@@ -427,7 +455,7 @@ class Body:
                 return True
         return False
 
-    def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
+    def decide(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
         yield Enter(partial(self.enter, "decide"))
         self.checked(lambda: keys.check_id(decision_id, "decision id"))
         if is_reserved(decision_id):
@@ -438,18 +466,43 @@ class Body:
         if known is not None:
             self.served(known.at)
             return self.decode(known.value)
-        if takes_arguments(decider):
-            self.refuse(
-                InvalidInputError(f"the decider of {decision_id!r} must take no arguments: pass a lambda")
-            )
         self.begin_live()
-        outcome: Outcome = yield Invoke(decider, inspect.iscoroutinefunction(decider), None, _ignore_late)
-        if outcome.error is not None:
-            raise outcome.error
-        text = self.checked(lambda: self.encode(outcome.value, f"the value of decision {decision_id!r}"))
-        event = self.journal.record(Kind.DECISION_RECORDED, {"decision": decision_id, "value": text})
+        inner: tuple[str, ...] = ()
+        if takes_arguments(decider):
+            value, inner = yield from self._decide_with_steps(decider, context)
+        else:
+            is_async = inspect.iscoroutinefunction(decider)
+            outcome: Outcome = yield Invoke(decider, is_async, None, _ignore_late)
+            if outcome.error is not None:
+                raise outcome.error
+            value = outcome.value
+        text = self.checked(lambda: self.encode(value, f"the value of decision {decision_id!r}"))
+        fields = {"decision": decision_id, "value": text, "inner_steps": _bounded(inner)}
+        event = self.journal.record(Kind.DECISION_RECORDED, fields)
         self.did(event.data["at"])
         return codec.loads(text)
+
+    def _decide_with_steps(
+        self, decider: Callable[[Any], Any], context: Any
+    ) -> Steps[tuple[Any, tuple[str, ...]]]:
+        """Run a decider that asks the context; the steps that it asks for belong to its decision."""
+        asked: list[str] = []
+        entry = (self.path, asked)
+        self.shared.deciding.append(entry)
+        try:
+            value = yield Enter(lambda: decider(context))
+        finally:
+            self.shared.deciding.remove(entry)
+        return value, tuple(asked)
+
+    def on_failure(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.enter("on_failure")
+        self.driver.exclusively(lambda: self._compensate_by(tool, args, kwargs))
+
+    def _compensate_by(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        step_id = steps.id_for(self, tool)
+        steps.check_arguments(self, step_id, tool, args, kwargs)
+        self.shared.compensations.append(Compensation(step_id, tool, args, dict(kwargs)))
 
     def emit(self, kind: str, payload: Any) -> None:
         self.enter("emit")
@@ -626,6 +679,17 @@ def _recorded_facts(journal: Journal) -> int:
     served = sum(1 for frame in fold.frames.values() if frame.settled)
     waits = sum(1 for wait in fold.waits.values() if wait.answered and wait.on != ON_CHILD)
     return served + waits + len(fold.decisions) + len(fold.noted)
+
+
+def _bounded(inner: tuple[str, ...]) -> list[str] | None:
+    """As many of a decider's steps as its record may name."""
+    kept, size = [], 0
+    for step_id in inner[:MAX_INNER_STEPS]:
+        size += len(step_id)
+        if size > MAX_INNER_BYTES:
+            break
+        kept.append(step_id)
+    return kept or None
 
 
 def _ignore_late(outcome: Outcome) -> None:

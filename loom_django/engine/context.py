@@ -169,6 +169,14 @@ class _Context:
         """
         self._body.emit(kind, payload)
 
+    def on_failure(self, tool: Tool[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Have a tool run as a step if this flow fails: the newest first, each as durable as any step.
+
+        Not run when the execution is cancelled or its deadline passes, after misuse of the context, nor for a
+        flow with ``on_error="park"``.
+        """
+        self._body.on_failure(tool, args, kwargs)
+
     def meter(self, resource: str, amount: Any) -> None:
         """Record a use of a resource. Such facts may over-count after a crash, never under-count."""
         self._body.meter(resource, amount)
@@ -298,9 +306,13 @@ class FlowContext(_Context):
         """
         return self._do(await_children(self._body, children, mode, timeout))
 
-    def decide(self, decision_id: str, decider: Callable[[], R], /) -> R:
-        """Compute a value once and record it: for a flag, a setting, a read that may change."""
-        result: R = self._do(self._body.decide(decision_id, decider))
+    def decide(self, decision_id: str, decider: Callable[[], R] | Callable[[FlowContext], R], /) -> R:
+        """Compute a value once and record it: for a flag, a setting, a read that may change.
+
+        A decider that takes an argument is given this context, and may run steps; the decision and the steps
+        are one record, and the decider is not run again.
+        """
+        result: R = self._do(self._body.decide(decision_id, decider, self))
         return result
 
 
@@ -400,6 +412,8 @@ class AsyncFlowContext(_Context):
         """See :meth:`FlowContext.await_children`."""
         return self._do("await_children", await_children(self._body, children, mode, timeout))
 
-    def decide(self, decision_id: str, decider: Callable[[], Any], /) -> Awaitable[Any]:
+    def decide(
+        self, decision_id: str, decider: Callable[[], Any] | Callable[[AsyncFlowContext], Any], /
+    ) -> Awaitable[Any]:
         """See :meth:`FlowContext.decide`; the decider may be async."""
-        return self._do("decide", self._body.decide(decision_id, decider))
+        return self._do("decide", self._body.decide(decision_id, decider, self))

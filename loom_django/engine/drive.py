@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import queue
 import threading
 import time
@@ -74,9 +75,10 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Run this where the flow made its call: it looks at the caller's thread, task and connection."""
+    """Run this where the flow made its call: it looks at the caller's thread, task and connection, or is code
+    of the flow's own. What it returns is awaited if it can be."""
 
-    call: Callable[[], None]
+    call: Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -531,7 +533,8 @@ class AsyncDriver(Driver):
 
     async def _perform(self, command: Command) -> Any:
         if isinstance(command, Enter):
-            return command.call()
+            result = command.call()
+            return await result if inspect.isawaitable(result) else result
         if isinstance(command, Join):
             return await self._join(command)
         if isinstance(command, Io):

@@ -15,6 +15,7 @@ from typing import Any
 from loom_django.definitions import Flow
 from loom_django.engine.body import Body
 from loom_django.engine.code import flow_for
+from loom_django.engine.compensation import compensated
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
@@ -144,7 +145,7 @@ def _run(body: Body) -> tuple[Any, BaseException | None]:
         args, kwargs = body.flow.unbind(body.decode(body.journal.fold.input))
         context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
         driver: Any = body.driver
-        value = driver.run_body(lambda: body.flow.func(context, *args, **kwargs))
+        value = driver.run_body(compensated(body, lambda: body.flow.func(context, *args, **kwargs)))
     except BaseException as exc:
         return None, exc
     return value, None

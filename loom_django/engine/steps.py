@@ -140,6 +140,13 @@ def _text(tree: Any) -> str:
     return str(codec.decode(tree))
 
 
+def check_arguments(
+    body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that could not be recorded when the step is to run."""
+    _encode_arguments(body, step_id, tool, args, kwargs)
+
+
 def _encode_arguments(
     body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Encoded:

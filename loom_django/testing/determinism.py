@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 
 from loom_django.definitions import Flow, Tool
 from loom_django.engine import steps
-from loom_django.engine.body import Body, BranchBody, Parked
+from loom_django.engine.body import Body, BranchBody, Parked, takes_arguments
 from loom_django.engine.code import flow_for
+from loom_django.engine.compensation import compensated
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
 from loom_django.engine.drive import AsyncDriver, Driver, Enter, Steps, SyncDriver, inside_body
@@ -145,11 +146,20 @@ class _FromLog(Body):
         expected = self.report.expected
         return f"a wait for {_waits(expected)}" if expected else "the end of the flow"
 
-    def decide(self, decision_id: str, decider: Callable[[], Any]) -> Steps[Any]:
-        if decision_id not in self.journal.fold.decisions:
-            yield Enter(partial(self.enter, "decide"))
-            self._leave(None, "no such decision", f"decision {decision_id!r} at {self.where()}")
-        return (yield from super().decide(decision_id, decider))
+    def decide(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
+        known = self.journal.fold.decisions.get(decision_id)
+        if known is not None:
+            self.report.asked.update(known.inner_steps or ())
+            return (yield from super().decide(decision_id, decider, context))
+        yield Enter(partial(self.enter, "decide"))
+        if takes_arguments(decider):
+            yield from self._decide_with_steps(decider, context)  # it may have parked inside
+        self._leave(None, "no such decision", f"decision {decision_id!r} at {self.where()}")
+
+    def perform(
+        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Steps[Any]:
+        return (yield from self._again(step_id, tool, args, kwargs))
 
     def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
         if note not in self.journal.fold.noted:
@@ -232,7 +242,7 @@ class _Replay(_FromLog):
         driver: Any = self.driver
         try:
             with inside_body():
-                driver.run_body(lambda: self.flow.func(context, *args, **kwargs))
+                driver.run_body(compensated(self, lambda: self.flow.func(context, *args, **kwargs)))
         except BaseException as exc:
             if isinstance(exc, KeyboardInterrupt):
                 raise

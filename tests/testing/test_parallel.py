@@ -79,3 +79,35 @@ class ChildrenTests(TestCase):
         loom.resume("p", event_type="Approval", payload="yes")
         h.run()
         assert handle.result() == ["packed a", "packed b", "yes"]
+
+
+@tool
+def fail_packing(ctx: StepContext) -> None:
+    raise ValueError("no box")
+
+
+@tool
+def unpack(ctx: StepContext, sku: str) -> None: ...
+
+
+@flow("testing.saga", steps=[pack, fail_packing, unpack])
+def saga_flow(ctx: FlowContext) -> None:
+    def choose(inner: FlowContext) -> str:
+        return inner.run(pack, "a")
+
+    ctx.decide("which", choose)
+    ctx.on_failure(unpack, "a")
+    ctx.suspend("Approval")
+    ctx.run(fail_packing)
+
+
+class SagaTests(TestCase):
+    def test_deciders_and_compensations_replay(self) -> None:
+        """Their steps are asked for by the log, or by the failure, and by nobody else."""
+        h = self.enterContext(harness())
+        handle = saga_flow.using(execution_id="s").start()
+        h.run()
+        loom.resume("s", event_type="Approval")
+        h.run()
+        assert handle.status == "FAILED"
+        assert [call.step_id for call in h.calls(unpack)] == ["unpack"]
