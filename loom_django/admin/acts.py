@@ -381,10 +381,11 @@ class ResumeView(ActView):
             for wait in request.page.state.pending_waits
             if not is_reserved(wait.on)
         ]
-        if data is None and not waits:
-            self._refuse(request)
-        if initial is None and waits:
-            initial = {"question": waits[0][0]}
+        if data is None and initial is None:
+            asked = request.http.GET.get("wait") or (waits[0][0] if waits else "")
+            if asked not in dict(waits):
+                self._refuse(request)
+            initial = {"question": asked}
         return ResumeForm(data, initial=initial, waits=waits)
 
     def _refuse(self, request: Request) -> None:

@@ -18,7 +18,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
-from loom_django.models import Execution
+from loom_django.models import Execution, Timer
 
 if TYPE_CHECKING:
     ModelAdmin = admin.ModelAdmin[Any]
@@ -57,6 +57,8 @@ class ReadOnlyAdmin(ModelAdmin):
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
     actions = None
+    change_list_template = "admin/loom/change_list.html"
+    empty: Any = ""  # what a list without rows says
 
     class Media:
         css = {"all": ["loom/console.css"]}
@@ -150,6 +152,15 @@ def holder(execution: Execution) -> Any:
             '<span class="loom-id" title="{}">{}</span>', execution.lease_owner, shortened(host)
         )
     return _("ready") if execution.ready_at else ""
+
+
+def kind_of(timer: Timer) -> Any:
+    """What a timer is for, in a word or two."""
+    if timer.deadline:
+        return _("deadline")
+    if timer.redrive is not None:
+        return _("re-drive, attempt %(n)d") % {"n": timer.redrive}
+    return _("put off wake") if timer.not_before else _("wake")
 
 
 Context = Mapping[str, Any]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from django.utils import timezone
@@ -14,7 +15,7 @@ from loom_django.engine.core import to_micros
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_VERDICT, ExecutionState, Frame, FrameStatus
+from loom_django.kernel.state import ON_VERDICT, ExecutionState, Frame, FrameStatus, is_reserved
 from loom_django.models import Execution
 
 LOG_PAGE: Final = 50
@@ -47,6 +48,7 @@ class WaitRow:
     since: Any
     for_: str
     step: str  # of a verdict
+    is_own: bool  # the flow's own, which ``resume`` answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +141,16 @@ class ExecutionPage:
                 since=show.when_micros(wait.since),
                 for_=show.span((self.now - wait.since) / 1_000_000),
                 step=str(wait.correlation_key) if wait.on == ON_VERDICT else "",
+                is_own=not is_reserved(wait.on),
             )
             for wait in self.state.pending_waits
         ]
+
+    def waits_until(self, moment: datetime) -> str:
+        """What ends at this time, in words; '' if nothing that is waited for does."""
+        wake_at = to_micros(moment)
+        ends = [wait for wait in self.state.pending_waits if wait.wake_at == wake_at]
+        return ", ".join(show.wait_in_words(wait.on, wait.correlation_key, None) for wait in ends)
 
     @property
     def acts(self) -> list[LogRow]:

@@ -9,11 +9,12 @@ from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
-from django.contrib.admin.utils import unquote
+from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
 from django.urls import URLPattern, path
+from django.utils import timezone
 from django.utils.decorators import method_decorator
 from django.utils.html import format_html
 from django.utils.text import capfirst
@@ -22,15 +23,16 @@ from django.views.decorators.http import require_safe
 
 from loom_django import conf
 from loom_django.admin import queue, show
-from loom_django.admin.acts import VIEWS, VerdictView
-from loom_django.admin.base import PAGE, ReadOnlyAdmin, holder, pill, shortened
-from loom_django.admin.execution_page import ExecutionPage
+from loom_django.admin.acts import VIEWS, ResumeView, VerdictView
+from loom_django.admin.base import PAGE, ReadOnlyAdmin, holder, kind_of, pill, shortened
+from loom_django.admin.execution_page import ExecutionPage, WaitRow
 from loom_django.admin.filters import FlowFilter, NeedsMeFilter, WaitingFilter
 from loom_django.admin.search import ExactSearch
 from loom_django.admin.show import VIEW_PAYLOAD, Viewer
 from loom_django.errors import ExecutionNotFoundError, OperatorDeniedError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event
+from loom_django.kernel.state import ON_VERDICT
 from loom_django.models import Execution, Fence, Timer
 from loom_django.runtime import loom
 from loom_django.services import operators
@@ -38,6 +40,7 @@ from loom_django.services.operators import Act, Operator
 
 # The log stands on its execution's page: a model with a composite key has no admin of its own.
 VIEW_EVENT: Final = "loom.view_event"
+VIEW_SCHEDULE: Final = "loom.view_schedulestate"
 
 
 class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
@@ -92,7 +95,8 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
     def doing(self, execution: Execution) -> Any:
         waits = execution.pending_waits
         if waits:
-            first = waits[0]
+            # What only a person can bring forward stands before what comes by itself.
+            first = min(waits, key=lambda wait: wait["on"] != ON_VERDICT)
             words = show.wait_in_words(first["on"], first["key"], first["wake_at"])
             more = _(", and %(n)d more") % {"n": len(waits) - 1} if len(waits) > 1 else ""
             return format_html("{}{}", words, more)
@@ -170,15 +174,15 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             ready_at=show.when(execution.ready_at),
             held_by=self.held_by(execution),
             fence=Fence.objects.filter(pk=execution.pk).first(),
-            timers=[(timer, show.when(timer.wake_at)) for timer in self._timers(execution)],
+            is_later=execution.ready_at is not None and execution.ready_at > timezone.now(),
+            occurrence=show.when(execution.scheduled_at),
+            schedule_url=self._schedule_url(request, execution),
+            timers=[self._timer(timer, page) for timer in self._timers(execution)],
             acts=[
                 (view.title, self.execution_url(execution.pk, view.suffix))
                 for view in self._acts(page, operator)
             ],
-            waits=[
-                (wait, self._verdict_url(execution.pk, wait.step) if wait.step else "") for wait in page.waits
-            ],
-            may_resolve=operator.may(Act.RESOLVE_STEP),
+            waits=[(wait, *self._answer_to(wait, execution, operator)) for wait in page.waits],
             log=page.log(_sequence(request.GET.get("after")), request.GET.get("kind", ""))
             if request.user.has_perm(VIEW_EVENT)
             else None,
@@ -191,6 +195,31 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     def _acts(self, page: ExecutionPage, operator: Operator) -> list[Any]:
         return [view for view in VIEWS if operator.may(view.act) and view.applies(page, page.row)]
+
+    def _answer_to(self, wait: WaitRow, execution: Execution, operator: Operator) -> tuple[str, Any]:
+        """Where this person answers a wait, and what the link says; '' if it is not theirs to answer."""
+        if wait.step:
+            address = self._verdict_url(execution.pk, wait.step) if operator.may(Act.RESOLVE_STEP) else ""
+            return address, _("Give a verdict")
+        if wait.is_own and operator.may(Act.RESUME_EXECUTION):
+            address = self.execution_url(execution.pk, ResumeView.suffix)
+            return f"{address}?{urlencode({'wait': wait.id})}", _("Answer")
+        return "", ""
+
+    def _schedule_url(self, request: HttpRequest, execution: Execution) -> str:
+        if execution.scheduled_at is None or not request.user.has_perm(VIEW_SCHEDULE):
+            return ""
+        return self.url("loom_schedulestate_change", quote(execution.pk.rpartition("@")[0]))
+
+    def _timer(self, timer: Timer, page: ExecutionPage) -> dict[str, Any]:
+        due = timer.not_before or timer.wake_at
+        ends = page.waits_until(timer.wake_at)
+        return {
+            "due": show.when(due),
+            "from_now": show.ago(due),
+            "what": ends or kind_of(timer),
+            "tries": timer.tries,
+        }
 
     def _timers(self, execution: Execution) -> Any:
         return Timer.objects.filter(execution_id=execution.pk).order_by("wake_at")[:PAGE]

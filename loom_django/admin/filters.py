@@ -38,7 +38,7 @@ class WaitingFilter(admin.SimpleListFilter):
     title = _("waiting for")
     parameter_name = "waiting"
 
-    KINDS = {"verdict": ON_VERDICT, "time": ON_TIMER, "message": ON_MESSAGE, "fix": ON_ERROR}
+    KINDS = {"time": ON_TIMER, "message": ON_MESSAGE, "fix": ON_ERROR}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
         return [
@@ -51,6 +51,8 @@ class WaitingFilter(admin.SimpleListFilter):
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         kind = self.value()
+        if kind == "verdict":  # of several waits the column has the first only
+            return queryset.suspended().in_doubt()
         if kind in self.KINDS:
             return queryset.suspended().filter(waiting_on=self.KINDS[kind])
         if kind == "answer":

@@ -11,7 +11,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.translation import gettext_lazy as _
 
 from loom_django.admin import show
-from loom_django.admin.base import ReadOnlyAdmin, holder, shortened
+from loom_django.admin.base import ReadOnlyAdmin, holder, kind_of, shortened
 from loom_django.admin.filters import DueFilter, FlowFilter, LeaseFilter
 from loom_django.admin.search import ExactSearch
 
@@ -19,6 +19,7 @@ from loom_django.admin.search import ExactSearch
 class TimerAdmin(ExactSearch, ReadOnlyAdmin):
     """The wakes that are owed, soonest first."""
 
+    empty = _("No wake is owed: nothing sleeps, and no wait has a timeout.")
     list_display = ("execution", "due", "from_now", "kind", "tries")
     list_display_links = None
     list_filter = (DueFilter,)
@@ -40,16 +41,13 @@ class TimerAdmin(ExactSearch, ReadOnlyAdmin):
 
     @admin.display(description=_("kind"))
     def kind(self, timer: Any) -> Any:
-        if timer.deadline:
-            return _("deadline")
-        if timer.redrive is not None:
-            return _("re-drive, attempt %(n)d") % {"n": timer.redrive}
-        return _("put off wake") if timer.not_before else _("wake")
+        return kind_of(timer)
 
 
 class LeaseAdmin(ExactSearch, ReadOnlyAdmin):
     """Who holds which execution, until when."""
 
+    empty = _("Nobody runs anything just now. What waits holds no lease.")
     list_display = ("execution", "flow", "held_by", "until", "from_now")
     list_display_links = None
     list_filter = (LeaseFilter, FlowFilter)

@@ -26,9 +26,10 @@ from loom_django.admin import show
 from loom_django.admin.base import ReadOnlyAdmin, pill, shortened
 from loom_django.admin.cron_words import in_words
 from loom_django.admin.schedule_acts import VIEWS
+from loom_django.admin.show import Payload, Viewer
 from loom_django.engine.core import from_micros
 from loom_django.errors import LoomError
-from loom_django.kernel import cron
+from loom_django.kernel import codec, cron
 from loom_django.models import Execution, ScheduleState
 from loom_django.runtime import loom
 from loom_django.scheduling import Schedule
@@ -104,6 +105,7 @@ class ScheduleAdmin(ReadOnlyAdmin):
     list_display_links = None
     list_filter = (PausedFilter,)
     ordering = ("pk",)
+    empty = _("No schedule matches, or no worker or timer loop has looked at one yet.")
     change_list_template = "admin/loom/schedule_list.html"
 
     # Addresses.
@@ -213,6 +215,8 @@ class ScheduleAdmin(ReadOnlyAdmin):
             problem=_problem(view.schedule),
             catch_up=_catch_up(view.schedule),
             overlap=_OVERLAP[view.schedule.overlap] if view.schedule else "",
+            queue=_queue(view.schedule),
+            input=_input(view.schedule, Viewer(request)),
             decided=show.when(row.decided_until) if row else "",
             paused=show.when(row.paused_at) if row else "",
             skipped=show.when(row.skipped_at) if row else "",
@@ -294,6 +298,23 @@ def _problem(schedule: Schedule | None) -> str:
     except LoomError as exc:
         return show.printable(str(exc))
     return ""
+
+
+def _queue(schedule: Schedule | None) -> str:
+    """The queue of its runs; '' where that is not known here."""
+    try:
+        return "" if schedule is None else schedule.flow().options.queue or "default"
+    except LoomError:
+        return ""
+
+
+def _input(schedule: Schedule | None, viewer: Viewer) -> Payload | None:
+    """What its flow is started with; None if there is nothing, or it cannot be started."""
+    try:
+        given = {} if schedule is None else schedule.bound(schedule.flow())
+    except LoomError:
+        return None
+    return viewer.payload(codec.encode(given), "input") if given else None
 
 
 def _catch_up(schedule: Schedule | None) -> Any:

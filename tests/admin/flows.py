@@ -95,3 +95,16 @@ def buggy(ctx: FlowContext) -> str:
 @flow("broken")
 def broken(ctx: FlowContext, text: str) -> None:
     raise RuntimeError(text)
+
+
+def _approval(ctx: FlowContext) -> Any:
+    return ctx.suspend("Approval", timeout=timedelta(hours=3))
+
+
+def _customs(ctx: FlowContext) -> Any:
+    return ctx.suspend("Customs")
+
+
+@flow("split", steps=[transfer])
+def split(ctx: FlowContext) -> dict[str, Any]:
+    return ctx.parallel({"ask": _approval, "clear": _customs, "pay": transfer.bind("DE02", 1)})

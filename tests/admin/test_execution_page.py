@@ -11,7 +11,7 @@ from loom_django.admin.execution_page import LOG_PAGE
 from loom_django.kernel.events import Event, Kind, pack
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import in_doubt, url, verdict
+from tests.admin.conftest import client_of, in_doubt, url, verdict
 
 SECOND = 1_000_000
 
@@ -208,3 +208,33 @@ def test_a_parked_error_is_shown_with_the_act_that_fits(console):
     page = console.get(url("execution_change", "x")).content.decode()
     assert "KeyError" in page
     assert url("execution_retry_error", "x") in page
+
+
+@pytest.mark.django_db(transaction=True)
+def test_each_wait_has_its_own_answer(console):
+    """Of several waits the link of one leads to the form for that one, and a timer says which wait it ends."""
+    flows.split.using(execution_id="x", priority=3).start()
+    page = console.get(url("execution_change", "x"))
+    text = page.content.decode()
+    links = [
+        url("execution_resume", "x", wait="wait[1.ask]:Approval#1"),
+        url("execution_resume", "x", wait="wait[1.clear]:Customs#1"),
+        url("execution_verdict", "x", step="transfer#1.pay"),
+    ]
+    assert [address for _, address, _ in page.context["waits"]] == links
+    assert [timer["what"] for timer in page.context["timers"]] == ["Approval"]
+    assert "priority 3" in text
+
+    form = console.get(links[1])
+    assert form.context["form"].initial == {"question": "wait[1.clear]:Customs#1"}
+    sent = {"question": "wait[1.clear]:Customs#1", "payload": "1", "reason": "r", "stage": "confirm"}
+    assert console.post(links[1], sent).status_code == 302
+    assert console.get(links[1]).status_code == 409
+
+
+@pytest.mark.django_db(transaction=True)
+def test_who_may_not_answer_sees_no_link_at_a_wait(ben):
+    """The wait is told, and nothing more."""
+    flows.split.using(execution_id="x").start()
+    page = client_of(ben).get(url("execution_change", "x"))
+    assert [address for _, address, _ in page.context["waits"]] == ["", "", ""]

@@ -127,6 +127,15 @@ def test_filters_say_what_executions_do(console):
     assert shown(console, waiting="message") == []
 
 
+def test_a_doubt_among_several_waits_is_found_and_told_first(console):
+    """Whatever a sibling branch waits for: nobody else will bring it forward."""
+    flows.split.using(execution_id="split").start()
+    assert shown(console, waiting="verdict") == ["split"]
+    assert (
+        "a verdict on transfer#1.pay, and 2 more" in console.get(url("execution_changelist")).content.decode()
+    )
+
+
 def test_needs_me_goes_by_permission(db):
     """What somebody may not settle is not shown as theirs."""
     in_doubt("doubt")
@@ -196,6 +205,28 @@ def test_the_queue_is_the_home_of_the_app(console):
 
     for address in (reverse("admin:app_list", args=["loom"]), url("execution_changelist")):
         assert f'href="{url("in_doubt")}"' in console.get(address).content.decode()
+
+
+def test_the_home_tells_how_many_wait_for_a_verdict(console, monkeypatch):
+    """Those that no verdict can settle any more are not counted; of many it says so."""
+    from django.urls import reverse
+
+    home = reverse("admin:app_list", args=["loom"])
+    assert "There are none now." in console.get(home).content.decode()
+    for name in ("a", "b", "c"):
+        in_doubt(name)
+    loom.cancel("c", reason="r")
+    assert "2 executions" in console.get(home).content.decode()
+    monkeypatch.setattr("loom_django.admin.base.MOST_ROWS", 1)
+    assert "1+ execution" in console.get(home).content.decode()
+
+
+def test_a_list_without_rows_says_why(console):
+    """A stranger learns what would stand there."""
+    assert "What waits holds no lease." in console.get(url("lease_changelist")).content.decode()
+    assert "No wake is owed" in console.get(url("timer_changelist")).content.decode()
+    flows.nap.using(execution_id="nap").start()
+    assert "No wake is owed" not in console.get(url("timer_changelist")).content.decode()
 
 
 def test_timers_are_listed_soonest_first(console):

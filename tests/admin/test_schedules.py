@@ -115,6 +115,30 @@ def test_a_time_that_comes_twice_is_marked(chief, clock):
     assert "has changed before it" in monday
 
 
+def test_the_page_tells_where_and_with_what_it_runs(chief, clock):
+    """Queue and input; the input only to those who may see payloads."""
+    flow = registry.current("sched.quick").using(queue="default")
+    schedule("nightly", flow=flow, cron="30 2 * * *", kwargs={"note": "of the night"})
+    chief_sees = client_of(make_user("seer", *LOOK, "view_payload"))
+    assert "of the night" in page(chief_sees)
+    assert "of the night" not in page(chief)
+    assert '<dd class="loom-id">default</dd>' in page(chief)
+
+
+def test_a_run_leads_to_its_schedule(chief, clock):
+    """Those who may see schedules have the link on the execution's page."""
+    schedule("nightly", flow="sched.quick", cron="0 * * * *")
+    clock(SATURDAY - timedelta(seconds=5))
+    look()
+    clock(SATURDAY + timedelta(seconds=1))
+    look()
+    address = url("execution_change", execution_id_of("nightly", SATURDAY))
+    link = f'href="{url("schedulestate_change", "nightly")}"'
+    assert link in chief.get(address).content.decode()
+    guest = client_of(make_user("guest", "view_execution"))
+    assert link not in guest.get(address).content.decode()
+
+
 def test_the_page_tells_what_ran(chief, clock):
     """The newest first, with status and occurrence; none of a schedule whose id begins alike."""
     schedule("nightly", flow="sched.quick", cron="0 * * * *")
