@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -19,14 +19,14 @@ from loom_django.engine.core import Engine, random_token
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_doubt
 from loom_django.engine.journal import Journal
-from loom_django.engine.outside import open_journal
+from loom_django.engine.outside import ATTEMPTS, open_journal
 from loom_django.engine.run import refusal_delay
 from loom_django.errors import InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.state import ON_POISONED, Status, Wait
 from loom_django.services import announce
 from loom_django.services.dispatch import Dispatcher, InlineDispatcher, TasksDispatcher, Ticket
-from loom_django.stores.base import NOBODY, READY, Lease, LeaseStore, Loaded
+from loom_django.stores.base import NOBODY, READY, Acquired, Lease, LeaseStore, Loaded
 
 log = logging.getLogger("loom_django.recovery")
 
@@ -176,11 +176,12 @@ class _Pass:
         """Bring an execution that this process holds to where somebody can go on with it."""
         store = self.engine.store
         try:
-            fence = store.acquire_fence(execution_id) if self.fenced else None
-            loaded = store.load(execution_id)
-            journal = open_journal(self.engine, loaded, fence=fence)
-            if journal.fold.status not in (Status.PENDING, Status.RUNNING):
+            loaded = self._fenced_out(execution_id, token)
+            if loaded is None:
                 return False  # its owner parked or ended it before the fence was taken
+            journal = open_journal(self.engine, loaded)
+            if journal.fold.status not in (Status.PENDING, Status.RUNNING):
+                return False  # the row says held, and the log does not: for loom_verify
             self._check_code(journal)
         except Exception as exc:
             if not store.is_connection_lost(exc):
@@ -193,6 +194,30 @@ class _Pass:
         if not parked:
             self._hand_over(execution_id, token, journal)
         return True
+
+    def _fenced_out(self, execution_id: str, token: int) -> Loaded | None:
+        """The log of an execution that this process holds, under a token that was taken for it; None if it has
+        gone on without us.
+
+        A predecessor that was only late may park after the takeover, and be answered and run by somebody else,
+        who is not to be fenced out. While the lease is ours nobody has parked or ended it; and where somebody
+        does so behind this look, the acquire is stale.
+        """
+        store = self.engine.store
+        for _ in range(ATTEMPTS):
+            loaded = store.load(execution_id)
+            lease = store.held(execution_id)
+            if lease is None or lease.token != token:
+                return None
+            if not self.fenced or not loaded.events:
+                return loaded
+            head = loaded.events[-1].sequence
+            acquired = store.acquire_fence_if(execution_id, fence=loaded.fence, park_seq=head)
+            if isinstance(acquired, Acquired):
+                tail = store.read(execution_id, after=head) if acquired.head > head else ()
+                return replace(loaded, events=(*loaded.events, *tail), fence=acquired.fence)
+        store.release(execution_id, token)  # whoever claims it next takes the fence with it
+        return None
 
     def _check_code(self, journal: Journal) -> None:
         fold = journal.fold

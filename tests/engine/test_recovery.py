@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from loom_django import FlowContext, StepContext, flow, signals, tool
+from loom_django.engine.journal import Journal
+from loom_django.engine.outside import open_journal
+from loom_django.engine.run import Ended, run_execution
 from loom_django.errors import InvalidInputError, LoomError
+from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.recovery import hand_back, recover_abandoned, recover_one
@@ -454,8 +458,9 @@ def between(world: World, call: str, act: Callable[[], None], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("ends", ["parks in doubt", "completes"])
+@pytest.mark.parametrize("call", ["load", "acquire_fence_if"])
 def test_what_the_owner_wrote_before_the_fence_stands(
-    world: World, monkeypatch: pytest.MonkeyPatch, ends: str
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str, ends: str
 ) -> None:
     """Between a takeover and its fence the owner may still park or end: then there is nothing to run."""
     inside, go_on = threading.Event(), threading.Event()
@@ -486,7 +491,7 @@ def test_what_the_owner_wrote_before_the_fence_stands(
         owner.join(20)
 
     world.shift(PAST_THE_LEASE)
-    between(world, "acquire_fence", let_the_owner_finish, monkeypatch)
+    between(world, call, let_the_owner_finish, monkeypatch)
     world.recover()
     assert calls == ["w1:effect"]
     kinds = world.kinds("w1")
@@ -494,6 +499,51 @@ def test_what_the_owner_wrote_before_the_fence_stands(
         assert kinds[-1] == "EXECUTION_COMPLETED"
     else:
         assert kinds[-2:] == ["EFFECT_INDOUBT", "EXECUTION_SUSPENDED"]
+
+
+@pytest.mark.parametrize("call", ["load", "acquire_fence_if"])
+def test_whoever_runs_it_when_the_fence_is_due_is_not_fenced_out(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The owner was late: it parks after the takeover, is answered, and another one begins an effect."""
+
+    @tool(idempotent=False)
+    def effect(ctx: StepContext) -> None: ...
+
+    @flow("r.late", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.suspend("Go")
+        ctx.run(effect)
+
+    store = world.engine.store
+
+    def claimed(token: int) -> int:
+        (claim,) = store.claim_ready(owner="w", token=token, ttl=60, limit=1, known=world.engine.known())
+        return claim.fence
+
+    def late() -> None:
+        assert run_execution(world.engine, "w1", token=1, fence=fence) is Ended.PARKED
+        world.loom.resume("w1", event_type="Go")
+        other = claimed(token=2)
+        journal = open_journal(world.engine, store.load("w1"), fence=other)
+        journal.record(Kind.STEP_STARTED, {"step": "effect", "tool": "effect", "idempotent": False})
+        journal.land()
+        begun.append(journal)
+
+    begun: list[Journal] = []
+    world.loom.dispatcher = WorkerDispatcher()
+    body.using(execution_id="w1").start()
+    fence = claimed(token=1)
+    world.shift(PAST_THE_LEASE)
+    between(world, call, late, monkeypatch)
+    assert world.recover().recovered == 0
+    (journal,) = begun
+    assert store.fence("w1") == journal.fence
+    journal.record(Kind.STEP_COMPLETED, {"step": "effect", "output": None})
+    journal.land()
+    held = store.held("w1")
+    assert held is not None
+    assert held.token == 2
 
 
 def test_giving_up_an_execution_fences_its_body_out_first(
