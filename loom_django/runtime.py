@@ -14,12 +14,12 @@ from asgiref.sync import sync_to_async
 
 from loom_django import conf, definitions
 from loom_django.definitions import Flow, registry
-from loom_django.engine import answers
+from loom_django.engine import answers, forks
 from loom_django.engine.answers import MISSING, Resolution
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.drive import in_body
 from loom_django.engine.outside import Appended
-from loom_django.engine.start import start
+from loom_django.engine.start import Started, start
 from loom_django.errors import (
     ContextMisuseError,
     ExecutionCancelledError,
@@ -51,7 +51,7 @@ from loom_django.services.leases import LeaseKeeper
 from loom_django.services.notices import Notifier
 from loom_django.services.redrive import look_now
 from loom_django.stores import store_for
-from loom_django.stores.base import READY, Store
+from loom_django.stores.base import READY, Ownership, Store
 
 if TYPE_CHECKING:
     from loom_django.engine.core import Keeper
@@ -482,6 +482,78 @@ class Loom:
         appended = answers.cancel(self.engine, execution_id, reason=reason, principal=principal)
         return Handle(self, execution_id, appended.journal.fold.flow_id)
 
+    def fork(
+        self,
+        execution_id: str,
+        /,
+        *,
+        from_step: str,
+        new_execution_id: str | None = None,
+        flow: str | Flow[..., Any] | None = None,
+        principal: Any = None,
+    ) -> Handle[Any]:
+        """Start a new execution over what another one had done before a step was first begun.
+
+        What is copied is served and not done again; the rest is done under the new id, so under new idempotency
+        keys. The source is not touched. Idempotent by ``new_execution_id``.
+
+        Args:
+            flow: another version to run the copy, by an id (its current one) or a Flow; the recorded one if left out.
+
+        Raises:
+            ExecutionNotFoundError: no such execution.
+            InvalidInputError: it never began that step; children had been started before it whose end was not
+                known; the flow is another one, or pinned.
+            ExecutionConflictError: the new id is taken.
+            FlowCodeMismatchError: without ``flow``: no registered version is the recorded one.
+        """
+        self.store.check_caller("loom.fork")
+        keys.check_id(from_step, "from_step")
+        target = registry.current(keys.check_id(flow, "flow id")) if isinstance(flow, str) else flow
+        return self._copied(
+            execution_id,
+            new_execution_id,
+            lambda ownership, new_id: forks.fork(
+                self.engine,
+                execution_id,
+                from_step,
+                ownership,
+                new_id=new_id,
+                flow=target,
+                principal=_checked_principal(principal),
+            ),
+        )
+
+    def rerun(
+        self, execution_id: str, /, *, new_execution_id: str | None = None, principal: Any = None
+    ) -> Handle[Any]:
+        """Start a failed execution again as a new one, from the step that it failed with.
+
+        If no step's failure ended it, all of its steps are kept, and the body goes on behind them.
+
+        Raises:
+            InvalidInputError: it has not failed. For the rest see :meth:`fork`.
+        """
+        self.store.check_caller("loom.rerun")
+        return self._copied(
+            execution_id,
+            new_execution_id,
+            lambda ownership, new_id: forks.rerun(
+                self.engine, execution_id, ownership, new_id=new_id, principal=_checked_principal(principal)
+            ),
+        )
+
+    def _copied(
+        self, execution_id: str, new_id: str | None, copy: Callable[[Ownership, str | None], Started]
+    ) -> Handle[Any]:
+        _check_id(execution_id)
+        if new_id is not None:
+            keys.check_execution_id(new_id, "new_execution_id")
+        ticket = self.dispatcher.ticket()
+        started = copy(ticket.ownership, new_id)
+        dispatch_start(self.engine, self.dispatcher, started, ticket)
+        return Handle(self, started.execution_id, started.flow_id, created=started.created)
+
     def record_outcome(
         self,
         execution_id: str,
@@ -669,6 +741,14 @@ class Loom:
     ) -> Handle[Any]:
         """:meth:`record_outcome`, awaited."""
         return await sync_to_async(self.record_outcome)(execution_id, outcome, payload, **options)
+
+    async def afork(self, execution_id: str, /, **options: Any) -> Handle[Any]:
+        """:meth:`fork`, awaited."""
+        return await sync_to_async(self.fork)(execution_id, **options)
+
+    async def arerun(self, execution_id: str, /, **options: Any) -> Handle[Any]:
+        """:meth:`rerun`, awaited."""
+        return await sync_to_async(self.rerun)(execution_id, **options)
 
     async def asend(
         self, execution_id: str, /, name: str, payload: Any = None, *, message_id: str | None = None

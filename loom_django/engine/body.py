@@ -678,7 +678,7 @@ def _recorded_facts(journal: Journal) -> int:
     fold = journal.fold
     served = sum(1 for frame in fold.frames.values() if frame.settled)
     waits = sum(1 for wait in fold.waits.values() if wait.answered and wait.on != ON_CHILD)
-    return served + waits + len(fold.decisions) + len(fold.noted)
+    return served + waits + len(fold.decisions) + len(fold.noted) + len(fold.child_ids)
 
 
 def _bounded(inner: tuple[str, ...]) -> list[str] | None:

@@ -54,11 +54,12 @@ def start_child(
     options = wanted.options
     number = body.count(f"child:{wanted.id}")
     place = f"{body.path}.{number}" if body.path else number
-    child_id = options.execution_id or keys.child_id(body.execution_id, wanted.id, place)
-    note = f"child:{child_id}"
-    if note in body.journal.fold.noted:
+    note = f"child:{options.execution_id or f'{wanted.id}#{place}'}"
+    known = body.journal.fold.child_ids.get(note)
+    if known is not None:
         body.shared.unserved -= 1
-        return Child(child_id, wanted.id)
+        return Child(known, wanted.id)
+    child_id = options.execution_id or keys.child_id(body.execution_id, wanted.id, place)
     body.begin_child(child_id)
     yield Io(lambda: _land_start(body, wanted, given, child_id, note))
     return Child(child_id, wanted.id)
@@ -130,10 +131,11 @@ def await_children(
 def _check_children(body: Body, children: object) -> list[Child[Any]]:
     if isinstance(children, str) or not isinstance(children, Sequence):
         body.refuse(InvalidInputError("await_children takes a list of what ctx.start_child returned"))
+    known = set(body.journal.fold.child_ids.values())
     for child in children:
         if not isinstance(child, Child):
             body.refuse(InvalidInputError(f"{child!r} is no child: pass what ctx.start_child returned"))
-        if f"child:{child.id}" not in body.journal.fold.noted:
+        if child.id not in known:
             body.refuse(ContextMisuseError(f"{child.id!r} is no child of this execution: start it first"))
     return list(children)
 

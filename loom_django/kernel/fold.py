@@ -46,6 +46,7 @@ class Fold:
         self.waits: dict[str, Wait] = dict(state.waits)
         self.decisions: dict[str, Decision] = dict(state.decisions)
         self.children: dict[str, str] = dict(state.children)
+        self.child_ids: dict[str, str] = dict(state.child_ids)
         self.meters: dict[str, Any] = dict(state.meters)
         self.messages: set[int] = set(state.messages)
         self.noted: set[str] = set(state.noted)
@@ -101,6 +102,7 @@ class Fold:
             waits=MappingProxyType(dict(self.waits)),
             decisions=MappingProxyType(dict(self.decisions)),
             children=MappingProxyType(dict(self.children)),
+            child_ids=MappingProxyType(dict(self.child_ids)),
             meters=MappingProxyType(dict(self.meters)),
             messages=frozenset(self.messages),
             noted=frozenset(self.noted),
@@ -346,8 +348,7 @@ class Fold:
             self.status = Status.RUNNING
         if "child" in data:
             self.children[data["child"]] = data.get("on_parent_close", "cancel")
-        if "note" in data:
-            self.noted.add(data["note"])
+            self.child_ids[data.get("note", data["child"])] = data["child"]
 
     def _metered(self, event: Event, data: Mapping[str, Any]) -> None:
         amount = codec.decode(data["amount"])

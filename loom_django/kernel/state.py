@@ -149,6 +149,7 @@ class ExecutionState:
     decisions: Mapping[str, Decision] = field(default_factory=lambda: MappingProxyType({}))
     # Children that were started and whose end the body has not seen, each with what its parent's end means to it.
     children: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    child_ids: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # all, by their notes
     meters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     messages: frozenset[int] = frozenset()  # numbers of the messages that the log has taken
     noted: frozenset[str] = frozenset()  # emits and meters of the body: a replay does not repeat them

@@ -1,0 +1,211 @@
+"""A new execution over a copied beginning of another one's log.
+
+What the copy holds is served, not done again; from the chosen step on the new execution does everything itself,
+under its own id and so under its own idempotency keys. The source is not touched.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from loom_django.definitions import Flow
+from loom_django.engine.code import flow_for
+from loom_django.engine.core import Engine, from_micros, random_token
+from loom_django.engine.journal import Journal
+from loom_django.engine.outside import load_existing
+from loom_django.engine.start import Started, check_startable
+from loom_django.errors import ExecutionConflictError, InvalidInputError
+from loom_django.kernel.events import AUDIT, TERMINAL, Event, Kind, pack
+from loom_django.kernel.fold import Fold
+from loom_django.kernel.state import Status
+from loom_django.stores.base import NewExecution, Ownership, SequenceOccupied, TimerRow
+
+# Not of the copy's own: it has no parent, was started by no schedule, and its time begins anew.
+_NOT_INHERITED = ("parent", "on_parent_close", "scheduled_at", "start_at", "deadline")
+
+
+def fork(
+    engine: Engine,
+    execution_id: str,
+    from_step: str,
+    ownership: Ownership,
+    *,
+    new_id: str | None = None,
+    flow: Flow[..., Any] | None = None,
+    principal: str | None = None,
+) -> Started:
+    """Start an execution that has everything of another one's log before a step was first begun.
+
+    Raises:
+        ExecutionNotFoundError: there is no such execution.
+        InvalidInputError: it never began that step; children of it were started before whose end is not known
+            there; the flow is another one, or pinned.
+        ExecutionConflictError: the new id is taken, and not by this same fork.
+        FlowCodeMismatchError: without ``flow``: no registered version is the recorded one.
+    """
+    events = load_existing(engine, execution_id).events
+    place = next(
+        (
+            number
+            for number, event in enumerate(events)
+            if event.kind == Kind.STEP_STARTED and event.data["step"] == from_step
+        ),
+        None,
+    )
+    if place is None:
+        begun = dict.fromkeys(event.data["step"] for event in events if event.kind == Kind.STEP_STARTED)
+        raise InvalidInputError(
+            f"{execution_id!r} has never begun step {from_step!r}; it has begun {', '.join(begun) or 'none'}"
+        )
+    return _Copy(engine, events[:place], flow, principal, from_step).start(new_id, ownership)
+
+
+def rerun(
+    engine: Engine,
+    execution_id: str,
+    ownership: Ownership,
+    *,
+    new_id: str | None = None,
+    principal: str | None = None,
+) -> Started:
+    """Start a failed execution again as a new one, from the step that it failed with, or from its end.
+
+    Raises:
+        InvalidInputError: it has not failed. For the rest see :func:`fork`.
+    """
+    events = load_existing(engine, execution_id).events
+    end = next((event for event in events if event.kind in TERMINAL), None)
+    if end is None or end.kind != Kind.EXECUTION_FAILED:
+        raise InvalidInputError(f"{execution_id!r} has not failed: fork it from a step, or start another one")
+    step = end.data["error"].get("step")
+    if step is not None:
+        return fork(engine, execution_id, step, ownership, new_id=new_id, principal=principal)
+    return _Copy(engine, events[: end.sequence - 1], None, principal, None).start(new_id, ownership)
+
+
+class _Copy:
+    def __init__(
+        self,
+        engine: Engine,
+        events: Sequence[Event],
+        flow: Flow[..., Any] | None,
+        principal: str | None,
+        from_step: str | None,
+    ) -> None:
+        self.engine = engine
+        self.flow = flow
+        self.events = [event for event in events if event.kind not in AUDIT]
+        self.source = events[0].execution_id
+        self.fold = _folded(self.source, self.events)
+        self.deadline_micros = 0
+        self.lineage = {"execution": self.source, "step": from_step, "principal": principal}
+        target = flow or flow_for(engine, self.fold)
+        if target.id != self.fold.flow_id:
+            raise InvalidInputError(
+                f"{self.source!r} is one of flow {self.fold.flow_id!r}, not {target.id!r}"
+            )
+        check_startable(target)
+        if self.fold.children:
+            raise InvalidInputError(
+                f"children of {self.source!r} had been started by then whose end it did not know: "
+                f"{', '.join(self.fold.children)}. Fork from a step before they were started, or behind their wait"
+            )
+        if self.fold.status is Status.SUSPENDED:
+            raise InvalidInputError(
+                f"{self.source!r} is parked there: answer it, or fork from an earlier step"
+            )
+
+    def start(self, new_id: str | None, ownership: Ownership) -> Started:
+        engine = self.engine
+        execution_id = new_id or str(uuid.uuid4())
+        engine.store.check_clock()
+        journal = Journal(engine, Fold(), fence=None, writer=random_token())
+        deadline = self._deadline(journal)
+        for event in self.events:
+            body = event.body
+            if event.kind == Kind.EXECUTION_STARTED:
+                body = self._started(event, deadline)
+            elif event.kind == Kind.CHILD_STARTED:
+                body = pack({**event.data, "on_parent_close": "abandon"})  # they are the source's
+            self._copy(journal, event, body, execution_id)
+        timers = () if deadline is None else (TimerRow(execution_id, deadline, deadline=True),)
+        try:
+            journal.land(
+                ownership=ownership, new=self._row(execution_id, deadline), timers=timers, pass_notes=False
+            )
+        except SequenceOccupied:
+            self._check_same(execution_id)
+            return Started(execution_id, self.fold.flow_id, False)
+        if new_id is not None:
+            journal.fence = engine.store.fence(execution_id) or None
+        return Started(execution_id, self.fold.flow_id, True, journal)
+
+    def _copy(self, journal: Journal, event: Event, body: str, execution_id: str) -> None:
+        copied = replace(
+            event,
+            execution_id=execution_id,
+            sequence=journal.fold.last_sequence + 1,
+            body=body,
+            fence=None,
+            writer=journal.writer,
+            recorded_at=None,
+        )
+        journal.fold.apply(copied)
+        journal.kept.append(copied)
+
+    def _started(self, event: Event, deadline: datetime | None) -> str:
+        options = {
+            name: value
+            for name, value in (event.data.get("options") or {}).items()
+            if name not in _NOT_INHERITED
+        }
+        if deadline is not None:
+            options["deadline"] = self.deadline_micros
+        options["forked_from"] = {name: value for name, value in self.lineage.items() if value is not None}
+        fields = {**event.data, "options": options}
+        if self.flow is not None:
+            flow = self.flow
+            fields |= {"version": flow.version, "hash": flow.flow_hash, "code": flow.code_hash or None}
+        return pack(fields)
+
+    def _deadline(self, journal: Journal) -> datetime | None:
+        """As long from now on as the source had from its start."""
+        given = self.fold.options.get("deadline")
+        if given is None:
+            return None
+        began = self.fold.options.get("start_at") or self.fold.started_at
+        self.deadline_micros = journal.stamp() + given - began
+        return from_micros(self.deadline_micros)
+
+    def _row(self, execution_id: str, deadline: datetime | None) -> NewExecution:
+        options = self.fold.options
+        subject = options.get("subject")
+        default = NewExecution()
+        return NewExecution(
+            queue=options.get("queue") or default.queue,
+            priority=options.get("priority") or 0,
+            deadline=deadline,
+            chain=execution_id,
+            subject_type=subject[0] if subject else "",
+            subject_id=subject[1] if subject else "",
+            attributes=pack(options["attributes"]) if options.get("attributes") else default.attributes,
+        )
+
+    def _check_same(self, execution_id: str) -> None:
+        events = self.engine.store.read(execution_id, limit=1)
+        there = (events[0].data.get("options") or {}).get("forked_from") if events else None
+        if there is None or any(there.get(name) != self.lineage[name] for name in ("execution", "step")):
+            raise ExecutionConflictError(execution_id, "lineage")
+
+
+def _folded(execution_id: str, events: Sequence[Event]) -> Fold:
+    """The events in new sequences, since notes of others are left out, folded."""
+    fold = Fold()
+    for number, event in enumerate(events, 1):
+        fold.apply(replace(event, sequence=number))
+    fold.execution_id = execution_id
+    return fold
