@@ -154,8 +154,9 @@ class Fold:
         self.park_sequence = event.sequence
         self.park_fence = event.fence or 0
         self.park_waits = tuple(item["id"] for item in data["waits"])
-        if not all(item["on"] in GATES for item in data["waits"]):
-            for wait_id in self.open_waits.keys() - set(self.park_waits):
+        gate = any(item["on"] in GATES for item in data["waits"])
+        for wait_id in self.open_waits.keys() - set(self.park_waits):
+            if not gate or self.waits[wait_id].on in GATES:
                 self._put_wait(replace(self.waits[wait_id], status=WaitStatus.WITHDRAWN))
         for item in data["waits"]:
             known = self.waits.get(item["id"])

@@ -807,7 +807,8 @@ def test_an_answer_that_is_never_kept_is_contended(world: World, meddler: Meddle
 
     def others() -> None:
         journal = journal_of(world)
-        journal.record(Kind.EXECUTION_SUSPENDED, {"waits": []})
+        gate = {"id": "error#1", "on": "__loom_error__"}
+        journal.record(Kind.EXECUTION_SUSPENDED, {"waits": [gate]})
         journal.record(Kind.EXECUTION_RESUMED, {})
         journal.land(ownership=READY)
 
@@ -911,6 +912,45 @@ def test_an_open_doubt_can_be_settled_while_recovery_has_parked_on_another(
     while run_ready(world):
         pass
     assert handle.result() == ["left by hand", "right by hand"]
+
+
+def test_a_gate_beside_an_open_doubt_leaves_what_the_flow_waits_for(world: World) -> None:
+    """The body has failed while a branch is in doubt: an answer to another branch is kept, not refused."""
+    world.loom.dispatcher = WorkerDispatcher()
+    broken: list[bool] = []
+
+    @flow("f.gate", steps=[left, right], on_error="park")
+    def body(ctx: FlowContext) -> dict[str, Any]:
+        if broken:
+            raise ValueError("broken")
+        branches = {"x": suspends("X"), "z": suspends("Z"), "left": left.bind(), "right": right.bind()}
+        return ctx.parallel(branches)
+
+    def suspends(name: str) -> Any:
+        return lambda ctx: ctx.suspend(name, timeout=600)
+
+    handle = in_doubt(world, body, "left#1.left", "right#1.right")
+    verdict(world, "left#1.left")
+    run_ready(world)
+    broken.append(True)
+    world.loom.resume("x", event_type="X", payload="x")
+    run_ready(world)
+    assert [wait.on for wait in handle.waits] == ["__loom_error__", "EffectInDoubtResolved"]
+    world.loom.resume("x", event_type="Z", payload="z")
+    verdict(world, "right#1.right")  # wakes the body too, which fails again
+    run_ready(world)
+    assert [wait.on for wait in handle.waits] == ["__loom_error__"]
+    assert [wait.id for wait in world.state("x").waits.values() if wait.pending] == [
+        "wait[1.z]:Z#1",
+        "error#2",
+    ]
+    broken.clear()
+    world.loom.retry_error("x")
+    run_ready(world)
+    assert handle.result() == {
+        "x": "x", "z": "z", "left": "left#1.left by hand", "right": "right#1.right by hand"
+    }  # fmt: skip
+    world.check("x")
 
 
 def test_a_rehearsed_verdict_that_would_be_kept_is_not(world: World) -> None:
