@@ -45,6 +45,7 @@ from loom_django.services.dispatch import (
     Ticket,
     WorkerDispatcher,
 )
+from loom_django.services.redrive import look_now
 from loom_django.stores.base import READY, Acquired, Commit, Ownership, Store
 
 if typing.TYPE_CHECKING:
@@ -458,7 +459,7 @@ def _perform(
         if goes_on:
             _dispatch(loom, over, execution_id, appended)
         if appended.kept:
-            store.on_commit(lambda: loom.engine.woken(execution_id))
+            store.on_commit(lambda: look_now(loom.engine, lambda: over.dispatcher, execution_id))
     return done
 
 

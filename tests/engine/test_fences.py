@@ -244,6 +244,15 @@ def test_a_rival_that_acquires_behind_every_acquire_contends(world: World, meddl
     assert world.loom.history("x") == before
 
 
+def test_two_rivals_that_acquire_behind_the_acquire_are_outlasted(world: World, meddler: Meddler) -> None:
+    """The refusal told which token stands, so none of the tries is spent on asking for it."""
+    handle = asked(world, "A")
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=2)
+    world.loom.resume("x", event_type="A", fence_if_parked_at=2)
+    assert handle.status == Status.COMPLETED
+    assert token(world) == 7
+
+
 @pytest.mark.parametrize("at", [2, None])
 @pytest.mark.parametrize("call", ["acquire_fence_if", "append"])
 def test_an_answer_that_lands_in_between_is_heard_of(
@@ -614,13 +623,15 @@ def right(ctx: StepContext) -> str:
     return "ran right"
 
 
-def two_in_doubt(world: World) -> Handle[Any]:
-    """An execution ``x`` of a flow with two steps in doubt in one park."""
+def two_in_doubt(world: World, *, before_right: str = "") -> Handle[Any]:
+    """An execution ``x`` of a flow with two steps in doubt in one park, and maybe a wait between them."""
     world.loom.dispatcher = WorkerDispatcher()
 
     @flow("f.doubts", steps=[left, right])
-    def body(ctx: FlowContext) -> list[str]:
-        return [ctx.run(left), ctx.run(right)]
+    def body(ctx: FlowContext) -> list[Any]:
+        first = [ctx.run(left)]
+        between = [ctx.suspend(before_right, timeout=60)] if before_right else []
+        return [*first, *between, ctx.run(right)]
 
     return in_doubt(world, body, "left", "right")
 
@@ -820,13 +831,7 @@ def test_an_answer_that_is_never_kept_is_contended(world: World, meddler: Meddle
 
 def doubt_behind_a_wait(world: World) -> Handle[Any]:
     """``right`` is in doubt and its verdict is kept, and the body has parked on something else before it."""
-    world.loom.dispatcher = WorkerDispatcher()
-
-    @flow("f.behind", steps=[left, right])
-    def body(ctx: FlowContext) -> list[Any]:
-        return [ctx.run(left), ctx.suspend("X", timeout=60), ctx.run(right)]
-
-    handle: Handle[Any] = in_doubt(world, body, "left", "right")
+    handle = two_in_doubt(world, before_right="X")
     verdict(world, "left")
     verdict(world, "right", principal="anna")
     run_ready(world)
@@ -970,6 +975,20 @@ def test_a_rehearsed_verdict_that_would_be_kept_is_not(world: World) -> None:
         with pytest.raises(VerdictRefusedError) as refused:
             act(dry_run=dry_run)
         assert refused.value.answered_by == "shell:tests"
+
+
+def test_a_kept_verdict_of_an_operator_is_handed_on_as_every_act_is(world: World, meddler: Meddler) -> None:
+    """The body parks elsewhere right after it was kept: where a loop was seen, it does not go on in the request."""
+    two_in_doubt(world, before_right="X")
+    verdict(world, "left")
+    world.loom.dispatcher = None  # inline
+    world.engine.store.beat("n", "timers")
+    meddler.before("on_commit", lambda: run_ready(world))
+    shell = operators.Operator("shell:tests")
+    done = operators.resolve_step(world.loom, shell, "x", "right", "fail", reason="r")
+    assert (done.kept, done.runs) == (True, "nobody")
+    assert world.kinds("x")[-3:] == ["EXECUTION_SUSPENDED", "MESSAGE_CONSUMED", "EXECUTION_RESUMED"]
+    assert world.engine.store.held("x") is None
 
 
 @pytest.mark.parametrize("stale", [0, 1, 99])
