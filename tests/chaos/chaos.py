@@ -1,5 +1,7 @@
 """Workers are killed and the database restarted while flows run; then everything is accounted for.
 
+Two of three are straight flows; the third has branches, children and a message.
+
 What is claimed afterwards: every execution completes, or waits for a verdict and completes with it; one gapless
 history each; a key that the outside world saw is ``execution:step`` and nothing else; an effect that must not
 repeat happened at most once; the rows of a transactional step are there exactly once.
@@ -19,9 +21,10 @@ from django.db import Error, connections
 
 from loom_django import loom
 from loom_django.errors import StoreUnavailableError
+from loom_django.kernel import codec
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.models import Execution
-from tests.chaos.flows import PLAN, ten_steps
+from tests.chaos.flows import MIXED, MIXED_AND_CHILDREN, PLAN, mixed, ten_steps
 from tests.chaos.site import Site, eventually
 from tests.shop.models import Order
 
@@ -82,14 +85,21 @@ class Chaos:
 
     def _start(self, number: int) -> None:
         """Started once, however often this has to be tried: the id is given."""
-        pauses = [round(self.random.uniform(0.0, 0.1), 3) for _ in PLAN]
+        pauses = [round(self.random.uniform(0.0, 0.3), 3) for _ in PLAN]
         while True:
             try:
-                ten_steps.using(execution_id=f"x-{number}").start(pauses)
+                if self._is_mixed(number):
+                    mixed.using(execution_id=f"x-{number}").start(pauses)
+                    loom.send(f"x-{number}", "news", "heard", message_id="once")
+                else:
+                    ten_steps.using(execution_id=f"x-{number}").start(pauses)
                 return
             except (Error, StoreUnavailableError):
                 connections.close_all()
                 time.sleep(0.1)
+
+    def _is_mixed(self, number: int) -> bool:
+        return number % 3 == 2
 
     def _kill_one(self) -> None:
         place = self.random.randrange(len(self.fleet))
@@ -145,12 +155,13 @@ class Chaos:
         transfers = Counter((line["execution"], line["step"]) for line in self.site.ledger("transfer"))
         twice = {step: count for step, count in transfers.items() if count > 1}
         assert not twice, f"effects that happened twice: {twice}"
-        per_flow = len([step for step in PLAN if step.name == "transfer"])
-        assert len(transfers) == self.plan.flows * per_flow, "an effect never happened"
+        assert sum(transfers.values()) == self._expected("transfer"), "an effect never happened"
         booked = Counter(Order.objects.values_list("customer", "note"))
         assert set(booked.values()) == {1}, {row: count for row, count in booked.items() if count > 1}
-        assert len(booked) == self.plan.flows * len([step for step in PLAN if step.name == "book"])
-        run_again = len(calls) - len({(line["execution"], line["step"]) for line in calls})
+        assert len(booked) == self._expected("book")
+        called = {(line["execution"], line["step"]) for line in calls}
+        assert len(called) == self._expected("call")
+        run_again = len(calls) - len(called)
         assert not self.kills or run_again + doubts > 0, "no kill has hit a step: this proves nothing"
         return {
             "flows": self.plan.flows,
@@ -161,6 +172,12 @@ class Chaos:
             "events": sum(runs.values()),
         }
 
+    def _expected(self, kind: str) -> int:
+        """How many steps of that kind there are in all executions."""
+        straight = sum(1 for step in PLAN if step.name == kind)
+        numbers = range(self.plan.flows)
+        return sum(MIXED_AND_CHILDREN[kind] if self._is_mixed(number) else straight for number in numbers)
+
     def _check(self, execution_id: str, runs: Counter[str]) -> None:
         from tests.crash.kit import check_history
 
@@ -168,4 +185,21 @@ class Chaos:
         runs.update(str(event.kind) for event in events)
         state = loom.state(execution_id)
         assert state.status is Status.COMPLETED, (execution_id, state.status, state.error)
-        assert len(state.frames) == len(PLAN)
+        is_mixed = state.flow_id == "mixed"
+        assert len(state.frames) == (sum(MIXED.values()) if is_mixed else len(PLAN))
+        if is_mixed:
+            children = list(state.child_ids.values())
+            assert codec.decode(state.result) == [
+                "heard",
+                *(f"{child}:book" for child in map(_key, children)),
+            ]
+            taken = [event for event in events if event.kind == "MESSAGE_CONSUMED"]
+            assert len(taken) == 1, "one message, taken once"
+            for child in children:
+                check_history(child)
+                assert loom.state(child).status is Status.COMPLETED
+
+
+def _key(execution_id: str) -> str:
+    """The execution's part of an idempotency key."""
+    return execution_id.replace("%", "%25").replace(":", "%3A")

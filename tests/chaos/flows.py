@@ -57,6 +57,34 @@ def ten_steps(ctx: FlowContext, pauses: list[float]) -> int:
     return len(PLAN)
 
 
+@flow("small", steps=[call, book])
+def small(ctx: FlowContext, pause: float) -> str:
+    ctx.run(call, pause)
+    return ctx.run(book, pause)
+
+
+@flow("mixed", steps=[call, transfer, book])
+def mixed(ctx: FlowContext, pauses: list[float]) -> list[str]:
+    """Branches, children and a message; as many steps of each kind as MIXED says."""
+
+    def hears(branch: FlowContext) -> str:
+        branch.run(book, pauses[0])
+        heard = branch.receive("news")
+        branch.run(call, pauses[1])
+        return str(heard)
+
+    children = [ctx.start_child(small, pause) for pause in pauses[:2]]
+    said = ctx.parallel(
+        {"hears": hears, "calls": call.bind(pauses[2]), "transfers": transfer.bind(pauses[3])}
+    )
+    return [said["hears"], *ctx.await_children(children)]
+
+
+# The steps of one such execution by themselves, and with those of its two children.
+MIXED = {"call": 2, "transfer": 1, "book": 1}
+MIXED_AND_CHILDREN = {"call": 4, "transfer": 1, "book": 3}
+
+
 @tool(idempotent=True)
 def serve(ctx: StepContext) -> None:
     """Says when it began and ended, so that the ledger tells how many ran at a time in one process."""
