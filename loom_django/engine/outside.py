@@ -137,13 +137,15 @@ class _Answer:
                 return Appended(journal, events)
 
     def _look(self) -> Journal:
-        """The log as it is now; what was read before is not read again."""
+        """The log as it is now; what was read before is not read again, but for its last event: in a log that
+        was deleted and begun anew meanwhile another one stands there."""
+        if self.loaded is not None:
+            *before, last = self.loaded.events
+            tail = self.engine.store.load(self.execution_id, after=last.sequence - 1)
+            same = tail.events[:1] == (last,)
+            self.loaded = replace(tail, events=(*before, *tail.events)) if same else None
         if self.loaded is None:
             self.loaded = load_existing(self.engine, self.execution_id)
-        else:
-            before = self.loaded.events
-            tail = self.engine.store.load(self.execution_id, after=before[-1].sequence)
-            self.loaded = replace(tail, events=(*before, *tail.events))
         return open_journal(self.engine, self.loaded, fence=self.held or self.given)
 
     def _must_acquire(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -197,14 +197,16 @@ def test_an_older_park_is_not_the_newest_of_the_same_name(world: World) -> None:
 # Others, between the look and the append.
 
 
-def test_a_dead_acquirer_does_not_strand_the_park(world: World) -> None:
+def test_a_dead_acquirer_does_not_strand_the_park(world: World, meddler: Meddler) -> None:
     """Somebody took the token and died: the park carries an older one for good, and is answered all the same."""
     handle = asked(world, "A")
     world.engine.store.acquire_fence("x")
     world.engine.store.acquire_fence("x")
+    meddler.count("acquire_fence_if")
     world.loom.resume("x", event_type="A", fence_if_parked_at=2)
     assert handle.status == Status.COMPLETED
     assert token(world) == 5
+    assert len(meddler.calls) == 2  # with the park's token first, then with the one that was told
     assert world.kinds("x").count("EXECUTION_RESUMED") == 1
 
 
@@ -269,6 +271,31 @@ def test_an_answer_that_lands_in_between_is_heard_of(
     assert token(world) == held  # the rival's; nobody has moved it since
     world.loom.resume("x", event_type="B", payload=2)
     assert handle.result() == ["rival", 2]
+
+
+@pytest.mark.parametrize("asks_again", ["A", "B"])
+def test_an_execution_that_was_begun_anew_in_between_is_judged_by_its_own_log(
+    world: World, meddler: Meddler, asks_again: str
+) -> None:
+    """The one that was looked at has ended and is deleted; that of its id is as long."""
+
+    @flow("f.anew")
+    def anew(ctx: FlowContext) -> Any:
+        return ctx.suspend(asks_again)
+
+    def begin_anew() -> None:
+        world.loom.resume("x", event_type="A")
+        assert world.engine.store.delete_execution("x")
+        anew.using(execution_id="x").start()
+
+    asked(world, "A")
+    meddler.before("acquire_fence_if", begin_anew)
+    with nullcontext() if asks_again == "A" else pytest.raises(ResumeRefusedError, match="not waiting for"):
+        world.loom.resume("x", event_type="A", payload="mine")
+    if asks_again == "B":
+        world.loom.resume("x", event_type="B", payload="mine")
+    assert world.loom.handle("x").result() == "mine"
+    assert world.state("x").flow_id == "f.anew"
 
 
 @pytest.mark.parametrize("what", [deny, append_app_event])
@@ -698,6 +725,7 @@ def test_both_verdicts_within_moments_are_taken(world: World, order: tuple[str, 
     world.check("x")
     world.advance(timedelta(seconds=1))
     assert world.engine.store.timers("x") == []
+    assert world.engine.store.message_names("x") == set()
 
 
 @pytest.mark.parametrize("call", ["wakes", "inbox", "append"])
@@ -858,6 +886,7 @@ def test_a_kept_answer_is_delivered_to_a_park_on_something_else(world: World) ->
     wake_at = {row.wake_at for row in world.engine.store.timers("x") if row.redrive is None}
     world.advance(timedelta(seconds=1))
     assert world.kinds("x")[-2:] == ["MESSAGE_CONSUMED", "EXECUTION_RESUMED"]
+    assert world.engine.store.message_names("x") == set()
     run_ready(world)
     assert {row.wake_at for row in world.engine.store.timers("x")} == wake_at
     world.loom.resume("x", event_type="X", payload="x")
