@@ -1088,6 +1088,62 @@ def test_a_contended_timer_backs_off_and_is_not_lost(world: World, meddler: Medd
     assert world.engine.store.timers("x") == []
 
 
+def two_waits(world: World) -> Handle[Any]:
+    """An execution ``x`` that waits for X and for Y, which times out after 60 seconds, and then for End."""
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("f.two")
+    def body(ctx: FlowContext) -> list[Any]:
+        both = ctx.parallel(
+            {"x": lambda ctx: ctx.suspend("X"), "y": lambda ctx: ctx.suspend("Y", timeout=60)}
+        )
+        return [*both.values(), ctx.suspend("End")]
+
+    handle: Handle[Any] = body.using(execution_id="x").start()
+    run_ready(world)
+    return handle
+
+
+def test_a_wake_that_is_owed_anew_while_its_row_is_judged_stays(world: World, meddler: Meddler) -> None:
+    """The body was running when the timer loop looked, and has parked on that wait again before the row goes."""
+    handle = two_waits(world)
+    world.loom.resume("x", event_type="X")
+    world.shift(timedelta(seconds=61))
+    meddler.before("retire", lambda: run_ready(world))
+    service = timers(world)
+    assert service.tick() is True
+    assert [wait.on for wait in handle.waits] == ["Y"]
+    assert service.tick() is True
+    assert world.kinds("x")[-2:] == ["TIMER_FIRED", "EXECUTION_RESUMED"]
+
+
+def test_a_kept_answer_takes_the_wake_of_its_timeout_along(world: World) -> None:
+    """Nothing is owed to a wait that has its answer."""
+    handle = two_waits(world)
+    world.loom.resume("x", event_type="X")
+    (owed,) = world.engine.store.timers("x")
+    world.loom.resume("x", event_type="Y")
+    run_ready(world)
+    assert [wait.on for wait in handle.waits] == ["End"]
+    assert owed.wake_at not in {row.wake_at for row in world.engine.store.timers("x")}
+
+
+def test_a_message_takes_the_wake_of_its_timeout_along(world: World) -> None:
+    """Delivered to a park: nothing is owed to a wait that has its answer."""
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("f.timed")
+    def body(ctx: FlowContext) -> Any:
+        return ctx.receive("m", timeout=60)
+
+    body.using(execution_id="x").start()
+    run_ready(world)
+    (owed,) = world.engine.store.timers("x")
+    world.loom.send("x", "m")
+    assert world.state("x").status is Status.RUNNING
+    assert owed.wake_at not in {row.wake_at for row in world.engine.store.timers("x")}
+
+
 class OfTheTests:
     """A re-driver that answers as it is told, and notes what it was shown."""
 
