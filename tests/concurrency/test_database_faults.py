@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from django.db import connection
 
 from loom_django.kernel.state import Status
 from loom_django.runtime import loom
+from loom_django.services.schedules import execution_id_of
 from tests.concurrency.proxy import Proxy
 from tests.crash.kit import (
     Child,
@@ -29,10 +33,10 @@ from tests.crash.kit import (
 )
 
 SHORT = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
-# Seconds without a server; a minute in the fault that this is about.
-OUTAGE = 3.0
-# A worker has three services, a renewing and a listening thread, each trying again after 0.5, 1, 2 … seconds.
-MOST_ATTEMPTS = 5 * 4
+# Seconds without a server; "make outage" has a minute.
+OUTAGE = float(os.environ.get("LOOM_TEST_OUTAGE", "3"))
+# A worker has five services, a body, a renewing and a listening thread, each trying again after 0.5, 1, 2 … seconds.
+MOST_ATTEMPTS = 8 * (3 + OUTAGE / 3)
 
 
 @pytest.fixture
@@ -158,26 +162,58 @@ def test_connections_that_are_cut_inside_a_transaction(lab: Lab):
 
 @only_postgresql
 def test_a_server_that_is_away_for_a_while(lab: Lab, proxy: Proxy):
-    """Few attempts, few lines, and everything works when it is back: loops, a step in hand, its renewal."""
+    """Few attempts, few lines, and everything works when it is back: loops, a step in hand, its renewal.
+
+    What fell due meanwhile is late and not lost: a sleep's end, and the occurrence of a schedule.
+    """
+    declared: Any = ("declare_schedule", ["* * * * *"], {"catch_up": "all"})
+    due = datetime(2026, 6, 1, 3, tzinfo=UTC)
+    seen = (due - timedelta(seconds=20)).isoformat()
+    assert lab.spawn_acts([declared, ("look_at_schedules", [[seen]], {})]).wait() == 0
+    lab.shift = (due - datetime.now(UTC)).total_seconds() - OUTAGE
     lab.run("start", "gate", "x")
+    lab.run("start", "naps", "z", args=[1, OUTAGE])
     ready = lab.folder / "ready"
-    worker = lab.spawn("command", "run_loom_worker", "--ready-file", str(ready), database=proxy.address)
+    command: Any = ("command", ["run_loom_worker", "--ready-file", str(ready)], {})
+    worker = lab.spawn_acts([declared, command], database=proxy.address)
     lab.await_effect("x")
     eventually(lambda: healthy(ready) is True, "the worker says that all is well")
     before = proxy.connections
     with proxy.down():
         eventually(lambda: healthy(ready) is False, "the worker says that all is not well")
-        _let_pass(OUTAGE)
+        _let_pass(OUTAGE / 2)
         lab.open_gate("x")
+        _let_pass(OUTAGE / 2)
     attempts = proxy.refused
     assert 0 < attempts <= MOST_ATTEMPTS, attempts
     lab.run("start", "one-idempotent", "y", args=[0])
-    eventually(lambda: finished("x") and finished("y"), "both are served")
+    for id in ("x", "y", "z", execution_id_of("s", due)):
+        eventually(lambda: finished(id), f"{id} is served", instead=lambda: worker.log)  # noqa: B023
     eventually(lambda: healthy(ready) is True, "the worker says that all is well again")
     assert not worker.over
     assert proxy.connections > before
     assert len(lines_with(worker.log, "ERROR")) <= MOST_LINES, worker.log
     assert [line["step"] for line in lab.effects("x")] == ["gated", "charge"]
+    check_history("x")
+
+
+@only_postgresql
+@pytest.mark.parametrize("flow", ["gate", "async-gate"])
+def test_a_worker_that_is_told_to_end_while_the_server_is_away(lab: Lab, proxy: Proxy, flow: str):
+    """It ends, though a step hangs and nothing can be handed back, and says so; the lease's end hands it on."""
+    lab.run("start", flow, "x")
+    argv = ("run_loom_worker", "--grace", "0.2")
+    worker = lab.spawn("command", *argv, database=proxy.address, fresh=True)
+    lab.await_effect("x")
+    with proxy.down():
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 1, worker.log
+    assert len(lines_with(worker.log, "could not be handed back")) == 1, worker.log
+    assert standing("x") == "held"
+    lab.open_gate("x")
+    lab.pass_time()
+    lab.run("heal")
+    assert state("x").status is Status.COMPLETED
     check_history("x")
 
 

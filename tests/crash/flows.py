@@ -246,6 +246,11 @@ def gate(ctx: FlowContext) -> list[str]:
     return [ctx.run(gated), ctx.run(charge)]
 
 
+@flow("async-gate", steps=[gated, charge])
+async def async_gate(ctx: AsyncFlowContext) -> list[str]:
+    return [await ctx.run(gated), await ctx.run(charge)]
+
+
 @flow("gate-once", steps=[gated_once, charge])
 def gate_once(ctx: FlowContext) -> list[str]:
     return [ctx.run(gated_once), ctx.run(charge)]

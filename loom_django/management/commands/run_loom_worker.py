@@ -163,12 +163,21 @@ class Command(BaseCommand):
             # A thread that is still inside a step cannot be ended but by the process; what it held is handed
             # back before, so that nobody has to wait for its lease.
             self.stderr.write(f"{worker.running} steps outlived the grace time and are handed back")
-            hand_back(loom, worker.held)
+            handed_back = self._hand_back(worker)
             if broken:
                 self.stderr.write(f"{broken}; this process ends")
             sys.stdout.flush()
-            os._exit(1 if broken else 0)
+            os._exit(1 if broken or not handed_back else 0)
         if broken:
             raise CommandError(f"{broken}; this process ends", returncode=1)
         if not fine:
             raise CommandError("not everything could be served; see the log", returncode=1)
+
+    def _hand_back(self, worker: WorkerService) -> bool:
+        """Hand back what is held; False if the database is away, for the process ends all the same."""
+        try:
+            hand_back(loom, worker.held)
+        except Exception as exc:
+            self.stderr.write(f"it could not be handed back: {exc}. Others take it when its lease has ended")
+            return False
+        return True
