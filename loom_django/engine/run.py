@@ -112,20 +112,26 @@ def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | N
             return flow
         log.error("an execution is left alone: its log has unknown kinds %s", fold.unknown_kinds, extra=about)
     except FlowCodeMismatchError as exc:
-        delay = refusal_delay(exc)
+        delay = refusal_delay(engine, fold.execution_id, exc)
         level = logging.ERROR if delay else logging.INFO  # a node of another release is no error
         log.log(level, "an execution is left alone: %s", exc, extra=about)
     engine.store.release(fold.execution_id, token, delay=delay)
     return None
 
 
-def refusal_delay(refused: BaseException) -> float:
-    """How long an execution is left alone whose code was refused, in seconds.
+def refusal_delay(engine: Engine, execution_id: str, refused: BaseException) -> float:
+    """How long an execution that this process holds is left alone whose code was refused, in seconds.
 
-    One that only this process cannot serve is another one's at once.
+    One that only this process cannot serve is another one's at once; but not where its row tells of a flow that is
+    known here: row and log disagree, and this process would claim it again and again.
     """
     elsewhere = isinstance(refused, FlowCodeMismatchError) and refused.kind in ("flow", "version")
-    return 0.0 if elsewhere else REFUSED_DELAY
+    return 0.0 if elsewhere and not _claimable(engine, execution_id) else REFUSED_DELAY
+
+
+def _claimable(engine: Engine, execution_id: str) -> bool:
+    row = engine.store.held(execution_id)
+    return row is not None and row.version <= engine.registry.highest().get(row.flow_id, 0)
 
 
 def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:
