@@ -7,6 +7,7 @@
 #   make chaos SECONDS=600 SEED=7    workers killed and PostgreSQL restarted for so long, then all accounted for
 #   make bench    what loom costs, beside a bare driver loop; ARGS="--backend sqlite" for a part
 #   make locks    the hunt for deadlocks on PostgreSQL, at full length
+#   make outage   PostgreSQL away for a minute under a running worker
 #   make check    what has to be clean before a change goes in, without the tests
 #
 # PYTHON=python3.13 chooses the interpreter, VENV=folder the environment, DJANGO="django~=6.0.0" the Django,
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --maxprocesses 4 --dist loadgroup
 
-.PHONY: help demo serve test chaos bench locks check lint format types layers migrations-check docs wheel clean
+.PHONY: help demo serve test chaos bench locks outage check lint format types layers migrations-check docs wheel clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -84,6 +85,10 @@ bench: $(VENV)/.has-test
 locks: $(VENV)/.has-test
 	@LOOM_TEST_OPERATIONS=2000 LOOM_TEST_DATABASE=postgresql $(BIN)/python -m tests.postgres run -- \
 	    $(BIN)/python -m pytest tests/concurrency/test_lock_order.py --timeout 900
+
+outage: $(VENV)/.has-test
+	@LOOM_TEST_OUTAGE=60 LOOM_TEST_DATABASE=postgresql $(BIN)/python -m tests.postgres run -- \
+	    $(BIN)/python -m pytest tests/concurrency/test_database_faults.py -k away_for_a_while --timeout 900
 
 check: lint types layers migrations-check docs
 

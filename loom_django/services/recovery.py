@@ -122,9 +122,13 @@ class _Pass:
             self.scanned += 1
             if not forced and self.engine.keeper.keeps(lease.execution_id, lease.token):
                 continue  # this very process is at work on it; only the renewal is late
-            if is_abandoned is None or is_abandoned(lease):
-                self.candidates += 1
-                self._guarded(lease.execution_id, partial(self._lease, lease, forced))
+            self._guarded(lease.execution_id, partial(self._judged, lease, is_abandoned, forced))
+
+    def _judged(self, lease: Lease, is_abandoned: Callable[[Lease], bool] | None, forced: bool) -> bool:
+        if is_abandoned is not None and not is_abandoned(lease):
+            return False
+        self.candidates += 1
+        return self._lease(lease, forced)
 
     def stale(self, leases: LeaseStore, *, grace: float, limit: int) -> None:
         """What has been ready too long.
@@ -185,15 +189,13 @@ class _Pass:
             self._check_code(journal)
         except Exception as exc:
             if not store.is_connection_lost(exc):
-                store.release(execution_id, token, delay=refusal_delay(exc))
+                store.release(execution_id, token, delay=refusal_delay(self.engine, execution_id, exc))
             raise
         parked = self._park(journal, loaded)
         if previous_owner is not None and self.counted:
             newest = (parked or loaded.events)[-1]
             announce.execution_recovered(journal.fold.flow_id, journal.fold.version, newest, previous_owner)
-        if not parked:
-            self._hand_over(execution_id, token, journal)
-        return True
+        return bool(parked) or self._hand_over(execution_id, token, journal)
 
     def _fenced_out(self, execution_id: str, token: int) -> Loaded | None:
         """The log of an execution that this process holds, under a token that was taken for it; None if it has
@@ -246,13 +248,17 @@ class _Pass:
         own = flow_for(self.engine, journal.fold).max_recoveries
         return own if own is not None else self.engine.settings().MAX_RECOVERIES
 
-    def _hand_over(self, execution_id: str, token: int, journal: Journal) -> None:
+    def _hand_over(self, execution_id: str, token: int, journal: Journal) -> bool:
+        """Have somebody go on with it; False if it was taken from this process meanwhile."""
         dispatcher = self.loom.dispatcher
         if isinstance(dispatcher, InlineDispatcher):
             # Through the dispatcher's queue: if a body is running in this thread, this one runs after it.
             dispatcher.dispatch(execution_id, Ticket(self.engine.held(token), token), journal)
         elif self.engine.store.release(execution_id, token):
             dispatcher.dispatch(execution_id, Ticket(READY), None)
+        else:
+            return False
+        return True
 
 
 def progress(events: tuple[Event, ...]) -> int:

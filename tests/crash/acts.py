@@ -27,8 +27,9 @@ from loom_django.services.dispatch import TasksDispatcher, WorkerDispatcher
 from loom_django.services.recovery import recover_abandoned
 from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import TimerService
+from loom_django.stores import sql
 from loom_django.tasks import run_task
-from tests.crash.stage import PATIENCE, stage
+from tests.crash.stage import PATIENCE, stage, wait_for
 from tests.shop.models import Order
 
 # Runs the tasks that are enqueued in the database, then ends.
@@ -263,6 +264,28 @@ def declare_schedule(cron: str, **options: Any) -> str:
     return schedule("s", flow="idle", cron=cron, args=[0], **options).id
 
 
+def set_clock(seconds: float, file: str | None = None) -> None:
+    """Have this process's clock be so many seconds ahead of the host's; with a file, from when that is there."""
+
+    class Shifted(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(seconds=seconds)
+
+    def move() -> None:
+        if file is not None:
+            wait_for(Path(file))
+        true, true_ns = time.time, time.time_ns
+        time.time = lambda: true() + seconds  # type: ignore[assignment]
+        time.time_ns = lambda: true_ns() + round(seconds * 1e9)  # type: ignore[assignment]
+        sql.datetime = Shifted  # type: ignore[misc,attr-defined]
+
+    if file is None:
+        move()
+    else:
+        threading.Thread(target=move, daemon=True).start()
+
+
 def look_at_schedules(
     instants: list[str], *, skew: float = 0.0, folder: str | None = None, nodes: int = 1
 ) -> int:
@@ -294,7 +317,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (
         start, start_until, command, enqueue, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
-        declare_schedule, look_at_schedules,
+        declare_schedule, look_at_schedules, set_clock,
         recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, break_bodies,
         break_listener, sleep_many, start_in_a_fork,
     )

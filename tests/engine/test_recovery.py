@@ -19,6 +19,7 @@ from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.recovery import hand_back, recover_abandoned, recover_one
 from loom_django.services.worker import WorkerService
+from loom_django.stores.base import Lease
 from tests.engine.conftest import World
 
 PAST_THE_LEASE = timedelta(seconds=61)
@@ -173,6 +174,31 @@ def test_the_callers_own_judgement_preempts_a_live_holder(
     assert recover_abandoned(world.loom, is_abandoned=lambda lease: lease.execution_id == "j1").recovered == 1
     assert world.loom.handle("j1").result() == "done"
     assert world.engine.store.fence("j1") > 0
+
+
+def test_a_judgement_that_raises_stops_nothing_but_itself(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """What could not be judged is left as it is, and named; the rest is recovered."""
+
+    @tool
+    def effect(ctx: StepContext) -> str:
+        return "done"
+
+    @flow("r.unjudged", steps=[effect])
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    def gone(lease: Lease) -> bool:
+        return {"u2": True}[lease.execution_id]
+
+    for execution_id in ("u1", "u2"):
+        crash_at("effect", "in-effect")
+        body.using(execution_id=execution_id).start()
+    summary = recover_abandoned(world.loom, is_abandoned=gone)
+    assert (summary.scanned, summary.candidates, summary.recovered) == (2, 1, 1)
+    assert [execution_id for execution_id, _ in summary.failures] == ["u1"]
+    assert world.engine.store.held("u1") is not None
 
 
 def test_one_bad_log_stops_nothing_but_itself(world: World, crash_at: Callable[[str, str], None]) -> None:
