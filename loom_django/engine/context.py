@@ -18,7 +18,9 @@ from loom_django.definitions import AwaitMode, Child, Flow, Outcome, Step, Tool
 from loom_django.engine.body import Body, metered
 from loom_django.engine.children import await_child, await_children, start_child
 from loom_django.engine.core import from_micros
-from loom_django.engine.drive import AsyncDriver, CutOff, Steps, SyncDriver
+from loom_django.engine.drive import CutOff, Steps
+from loom_django.engine.drive_async import AsyncDriver
+from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.parallel import parallel
 from loom_django.errors import ContextMisuseError
 from loom_django.kernel import codec

@@ -18,7 +18,8 @@ from typing import Any, Final
 from loom_django.definitions import Outcome as BranchOutcome
 from loom_django.definitions import Step
 from loom_django.engine.body import Body, BranchBody
-from loom_django.engine.drive import AsyncDriver, CutOff, Driver, Enter, Io, Join, Outcome, Steps
+from loom_django.engine.drive import CutOff, Driver, Enter, Io, Join, Outcome, Steps
+from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError
 from loom_django.kernel import codec, keys

@@ -20,7 +20,9 @@ from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts
-from loom_django.engine.drive import AsyncDriver, Driver, SyncDriver, inside_body
+from loom_django.engine.drive import Driver, inside_body
+from loom_django.engine.drive_async import AsyncDriver
+from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
 from loom_django.engine.steps import recorded_error

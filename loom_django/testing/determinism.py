@@ -19,7 +19,9 @@ from loom_django.engine.code import flow_for
 from loom_django.engine.compensation import compensated
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
-from loom_django.engine.drive import AsyncDriver, Driver, Enter, Steps, SyncDriver, inside_body
+from loom_django.engine.drive import Driver, Enter, Steps, inside_body
+from loom_django.engine.drive_async import AsyncDriver
+from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import FlowCodeMismatchError

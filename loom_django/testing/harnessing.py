@@ -26,7 +26,9 @@ from loom_django.engine import answers
 from loom_django.engine.body import Body, is_aware
 from loom_django.engine.context import StepContext
 from loom_django.engine.core import Engine, Identity, NoKeeper, random_token, to_micros
-from loom_django.engine.drive import AsyncDriver, Command, Driver, Invoke, Outcome, SyncDriver
+from loom_django.engine.drive import Command, Driver, Invoke, Outcome
+from loom_django.engine.drive_async import AsyncDriver
+from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.run import Ended, run_execution
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, InvalidInputError, OpenTransactionError
