@@ -1,4 +1,4 @@
-"""From events that have landed to Django signals."""
+"""From events that have landed to Django signals, and to the log what nobody should have to look for."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from loom_django.kernel.state import ON_VERDICT
 from loom_django.stores.base import Due, EventStore
 
 log = logging.getLogger("loom_django.signals")
+facts = logging.getLogger("loom_django.executions")
 
 _Sent = tuple[Signal, dict[str, Any]]
 
@@ -86,12 +87,23 @@ _TELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], list[_Sent]]]] = {
 def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
     """Send what the events tell; a receiver that fails is logged and stops nothing."""
     for event in events:
+        _note(flow_id, event)
         tell = _TELLS.get(event.kind)
         if tell is None:
             continue
         for signal, about in tell(event.data):
             if signal.has_listeners():
                 _send(signal, flow_id, version, event, about)
+
+
+def _note(flow_id: str, event: Event) -> None:
+    """A line for what may need a person. Never a value: messages of errors may hold some."""
+    about = {"execution_id": event.execution_id, "flow_id": flow_id}
+    if event.kind == Kind.EFFECT_INDOUBT:
+        step_id = event.data["step"]
+        facts.warning("an effect is in doubt", extra={**about, "step_id": step_id})
+    elif event.kind == Kind.EXECUTION_FAILED:
+        facts.warning("an execution has failed: %s", event.data["error"].get("type", ""), extra=about)
 
 
 def execution_recovered(flow_id: str, version: int, newest: Event, previous_owner: str) -> None:

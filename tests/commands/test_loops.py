@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from datetime import timedelta
 from io import StringIO
@@ -13,7 +14,7 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import models
 
-from loom_django import FlowContext, StepContext, definitions, flow, loom, tool
+from loom_django import EffectInDoubt, FlowContext, StepContext, definitions, flow, loom, tool
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.kernel.state import Status
 from loom_django.models import Execution
@@ -48,6 +49,37 @@ def run(name: str, *args: Any, **options: Any) -> str:
     out = StringIO()
     call_command(name, *args, stdout=out, stderr=StringIO(), **options)
     return out.getvalue()
+
+
+def test_a_worker_says_that_it_runs_and_what_may_need_a_person(flows: Any, caplog: Any) -> None:
+    """Whoever starts one sees that it is up; a doubt and a failure are lines, without what errors may tell."""
+
+    @tool(idempotent=False)
+    def wire(ctx: StepContext) -> None:
+        raise EffectInDoubt("secret")
+
+    @flow("cmd.doubt", steps=[wire])
+    def doubt(ctx: FlowContext) -> None:
+        ctx.run(wire)
+
+    @flow("cmd.broken")
+    def broken(ctx: FlowContext) -> None:
+        raise KeyError("secret")
+
+    loom.dispatcher = WorkerDispatcher()
+    doubt.using(execution_id="d").start()
+    broken.using(execution_id="b").start()
+    try:
+        with caplog.at_level(logging.INFO, logger="loom_django"):
+            run("run_loom_worker", "--once", "--concurrency", "3")
+    finally:
+        definitions.registry.forget("cmd.doubt")
+        definitions.registry.forget("cmd.broken")
+    said = [record.getMessage() for record in caplog.records]
+    assert "a worker runs, 3 bodies at a time, of all queues" in said
+    assert "an effect is in doubt" in said
+    assert "an execution has failed: builtins.KeyError" in said
+    assert not [line for line in said if "secret" in line]
 
 
 def test_a_worker_that_runs_once_drives_executions_to_their_park_and_past_it(flows: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ from loom_django.services.recovery import RecoveryService, hand_back
 from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import TimerService
 from loom_django.services.worker import WorkerService, next_in
+
+log = logging.getLogger("loom_django.worker")
 
 GRACE = 25.0
 
@@ -81,6 +84,11 @@ class Command(BaseCommand):
             ready_file=options["ready_file"],
         )
         worker.on_free = lambda: self._on_free(loop, options)
+        log.info(
+            "a worker runs, %d bodies at a time, of %s",
+            worker.concurrency,
+            ", ".join(options["queues"]) if options["queues"] else "all queues",
+        )
         undo = stop_on_signals(lambda: self._request_stop(worker, loop))
         try:
             if options["once"]:
