@@ -115,12 +115,21 @@ class Schedule:
         return flow.bind_input(args, kwargs)
 
     @property
-    def content(self) -> tuple[Any, ...]:
-        """What makes two declarations the same."""
-        version = None if self._flow is None else self._flow.version
-        given = tuple(codec.canonical(codec.loads(text)) for text in self._given)
-        policies = (self.catch_up, self.catch_up_limit, self.overlap, self.queue)
-        return (self.flow_id, version, self.cron, self.time_zone, *given, *policies)
+    def content(self) -> dict[str, Any]:
+        """What makes two declarations the same, by the names of what is declared."""
+        args, kwargs = (codec.canonical(codec.loads(text)) for text in self._given)
+        return {
+            "flow": self.flow_id,
+            "version": None if self._flow is None else self._flow.version,
+            "cron": self.cron,
+            "time_zone": self.time_zone,
+            "args": args,
+            "kwargs": kwargs,
+            "catch_up": self.catch_up,
+            "catch_up_limit": self.catch_up_limit,
+            "overlap": self.overlap,
+            "queue": self.queue,
+        }
 
 
 def schedule(
@@ -319,15 +328,9 @@ class Schedules:
         return [self._schedules[schedule_id] for schedule_id in sorted(self._schedules)]
 
 
-_CONTENT: Final = (
-    "flow", "version", "cron", "time_zone", "args", "kwargs", "catch_up", "catch_up_limit", "overlap",
-    "queue",
-)  # fmt: skip
-
-
 def _refuse_twice(known: Schedule, made: Schedule) -> NoReturn:
-    pairs = zip(_CONTENT, known.content, made.content, strict=True)
-    name, old, new = next((name, old, new) for name, old, new in pairs if old != new)
+    before, after = known.content, made.content
+    name, old, new = next((name, before[name], after[name]) for name in before if before[name] != after[name])
     raise ScheduleDefinitionError(
         made.id,
         name,

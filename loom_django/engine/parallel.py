@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from loom_django.definitions import Outcome as BranchOutcome
 from loom_django.definitions import Step
@@ -24,6 +24,7 @@ from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Encoded, Kind
+from loom_django.kernel.state import Decision
 
 _DECISION: Final = "__loom_scope__:"
 
@@ -195,14 +196,11 @@ class _Scope:
     def _fail(self) -> None:
         """Raise the failure of the branch that failed first; which one it was is recorded."""
         if self.known is not None:
-            name = codec.decode(self.known.value)["failed"]
-            failed = next((branch for branch in self.failed if branch.name == name), None)
+            failed = next(
+                (branch for branch in self.failed if branch.name == self._recorded(self.known)), None
+            )
             if failed is None:
-                self.body.refuse(
-                    ContextMisuseError(
-                        f"branch {name!r} of ctx.parallel failed before, and does not fail now"
-                    )
-                )
+                self._refuse_change(self.known)
             self.body.served(self.known.at)
         else:
             failed = self.failed[0]
@@ -216,16 +214,25 @@ class _Scope:
 
     def _values(self) -> dict[str, Any]:
         if self.known is not None:
-            name = codec.decode(self.known.value)["failed"]
-            self.body.refuse(
-                ContextMisuseError(f"branch {name!r} of ctx.parallel failed before, and does not fail now")
-            )
+            self._refuse_change(self.known)
         for branch in self.branches:
             if branch.body is not None:
                 self.body.clock = max(self.body.clock, branch.body.clock)
         if self.settle:
             return {branch.name: branch.outcome() for branch in self.branches}
         return {branch.name: branch.value for branch in self.branches}
+
+    @staticmethod
+    def _recorded(known: Decision) -> str:
+        """The name of the branch that failed first, by the log."""
+        name: str = codec.decode(known.value)["failed"]
+        return name
+
+    def _refuse_change(self, known: Decision) -> NoReturn:
+        name = self._recorded(known)
+        self.body.refuse(
+            ContextMisuseError(f"branch {name!r} of ctx.parallel failed before, and does not fail now")
+        )
 
     def _park(self, waiting: list[_Branch]) -> None:
         parked = [branch.body.parked for branch in waiting if branch.body and branch.body.parked]

@@ -98,6 +98,7 @@ class _Watched:
 
     schedule: Schedule
     look_at: int = 0  # microseconds, by the store's clock
+    reconciled: bool = False  # its row tells how it is declared here
     failures: int = 0
     not_before: float = 0.0  # by the monotonic clock
     reported_at: float = float("-inf")
@@ -161,13 +162,13 @@ class ScheduleService:
 
     def _decide(self, watched: _Watched) -> bool:
         schedule, store = watched.schedule, self.engine.store
-        row = seen(self.engine, schedule, reconcile=watched.look_at == 0)
+        row = seen(self.engine, schedule, reconcile=not watched.reconciled)
         now = store.now()
+        watched.reconciled = True
         planned = plan(schedule, row, now, self.engine.settings().MISFIRE_GRACE)
         if planned is None:
             watched.look_at = self._next_look(schedule, max(row.decided_until, now), now)
             return False
-        watched.look_at = max(watched.look_at, 1)
         try:
             self.started += self._carry_out(schedule, row, planned)
         except Exception as exc:
@@ -372,7 +373,6 @@ def resume(engine: Engine, schedule_id: str, *, reason: str, principal: str | No
     Raises:
         ScheduleNotFoundError: it is not declared here, and never was seen.
     """
-
     schedule = schedules.get(schedule_id)
     skipped: tuple[Skipped, ...] = ()
     before: ScheduleRow | None = None
