@@ -69,10 +69,15 @@ def test_a_worker_says_that_it_runs_and_what_may_need_a_person(flows: Any, caplo
     loom.dispatcher = WorkerDispatcher()
     doubt.using(execution_id="d").start()
     broken.using(execution_id="b").start()
+    logger = logging.getLogger("loom_django")
+    logger.addHandler(
+        caplog.handler
+    )  # a project's own; a command that finds none shows the log on its stderr
     try:
         with caplog.at_level(logging.INFO, logger="loom_django"):
             run("run_loom_worker", "--once", "--concurrency", "3")
     finally:
+        logger.removeHandler(caplog.handler)
         definitions.registry.forget("cmd.doubt")
         definitions.registry.forget("cmd.broken")
     said = [record.getMessage() for record in caplog.records]
