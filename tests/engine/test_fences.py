@@ -1006,6 +1006,17 @@ def test_a_rehearsed_verdict_that_would_be_kept_is_not(world: World) -> None:
         assert refused.value.answered_by == "shell:tests"
 
 
+def test_a_kept_answer_is_delivered_at_once_where_the_body_has_parked_on(
+    world: World, meddler: Meddler
+) -> None:
+    """It does not wait for a timer loop."""
+    two_in_doubt(world, before_right="X")
+    verdict(world, "left")
+    meddler.before("on_commit", lambda: run_ready(world))
+    verdict(world, "right")
+    assert world.kinds("x")[-3:] == ["EXECUTION_SUSPENDED", "MESSAGE_CONSUMED", "EXECUTION_RESUMED"]
+
+
 def test_a_kept_verdict_of_an_operator_is_handed_on_as_every_act_is(world: World, meddler: Meddler) -> None:
     """The body parks elsewhere right after it was kept: where a loop was seen, it does not go on in the request."""
     two_in_doubt(world, before_right="X")
@@ -1142,6 +1153,27 @@ def test_a_message_takes_the_wake_of_its_timeout_along(world: World) -> None:
     world.loom.send("x", "m")
     assert world.state("x").status is Status.RUNNING
     assert owed.wake_at not in {row.wake_at for row in world.engine.store.timers("x")}
+
+
+def test_branches_park_on_the_count_of_whoever_looked_first(world: World, meddler: Meddler) -> None:
+    """What comes between the looks of two branches refuses the park of both, and whoever missed it looks again."""
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("f.branches")
+    def body(ctx: FlowContext) -> dict[str, Any]:
+        return ctx.parallel({"first": lambda ctx: ctx.receive("m"), "second": lambda ctx: ctx.receive("n")})
+
+    def send_before_the_second_look() -> None:
+        looks.append(len(looks))
+        if len(looks) == 2:
+            world.engine.store.send("x", name="m", message_id="1", body='"hello"')
+
+    looks: list[int] = []
+    handle = body.using(execution_id="x").start()
+    meddler.before("wakes", send_before_the_second_look, times=2)
+    run_ready(world)
+    assert world.kinds("x")[1:] == ["MESSAGE_CONSUMED", "EXECUTION_SUSPENDED"]
+    assert [wait.correlation_key for wait in handle.waits] == ["n"]
 
 
 class OfTheTests:
