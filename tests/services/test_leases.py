@@ -60,6 +60,22 @@ def test_all_of_a_processs_leases_go_in_one_statement_per_interval() -> None:
     assert keeper.held() == 0
 
 
+def test_a_lease_that_was_given_back_during_its_renewal_is_not_lost() -> None:
+    """It parked, and the renewal found it no more; the body's next lease is another matter too."""
+    store, told = Recorder(), list[str]()
+    keeper = LeaseKeeper(store, lambda: replace(SETTINGS, LEASE_RENEW_INTERVAL=600.0))
+    keeper.hold("a", 1, lambda: told.append("lost"))
+
+    def parked_meanwhile(names: list[str]) -> list[str]:
+        keeper.drop("a", 1)
+        return []
+
+    store.answer = parked_meanwhile
+    keeper.tick()
+    assert store.renewed == [["a"]]
+    assert told == []
+
+
 def test_a_lost_lease_is_told_once_and_kept_no_longer() -> None:
     """The body hears of it from the keeper, and no renewal names it again."""
     store = Recorder()

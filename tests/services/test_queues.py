@@ -121,6 +121,26 @@ def test_a_queue_of_higher_priority_is_served_first(shop: Any) -> None:
     assert world.tick(worker) == ["default", "low", "low"]
 
 
+def test_a_worker_that_drains_claims_nothing(shop: Any) -> None:
+    """Though its loop may be in the middle of a turn."""
+    world = shop()
+    world.start("default")
+    worker = world.worker()
+    worker.draining.set()
+    assert world.tick(worker) == []
+
+
+def test_a_lease_is_kept_from_the_claim_on(shop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body may be entered late: its thread has to begin first, and a busy machine takes its time."""
+    world = shop()
+    world.start("default")
+    worker = world.worker()
+    held: list[str] = []
+    monkeypatch.setattr(world.engine.keeper, "hold", lambda name, token, lost: held.append(name))
+    assert world.tick(worker) == ["default"]
+    assert held == list(worker.held), "before run_execution, which is not the engine's here"
+
+
 def test_a_worker_runs_so_many_of_a_queue_and_no_more(shop: Any) -> None:
     """Another worker has room of its own; what is kept back stays ready, and is claimed when there is room."""
     world = shop(mail={"worker_concurrency": 2})

@@ -236,6 +236,20 @@ def test_catching_up_is_bounded(world: World, runs: Any, skips: Any) -> None:
     assert skips == [("s", MONDAY + hour * HOUR, "catch-up-limit") for hour in range(1, 8)]
 
 
+def test_what_is_in_time_is_no_catching_up(world: World, runs: Any, skips: Any) -> None:
+    """A look that comes within the grace starts all of them, whatever the limit."""
+    settings = replace(world.engine.settings(), MISFIRE_GRACE=600.0)
+    world.engine.settings = lambda: settings
+    schedule("s", flow="f", cron="* * * * *", catch_up="all", catch_up_limit=1)
+    go_to(world, MONDAY + SECOND)
+    Node(world).look()
+    go_to(world, MONDAY + 3 * MINUTE + SECOND)
+    Node(world).look()
+
+    assert runs() == [MONDAY + minute * MINUTE for minute in (1, 2, 3)]
+    assert skips == []
+
+
 def test_a_very_long_silence_is_told_in_few_words(
     world: World, runs: Any, skips: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -407,6 +421,7 @@ def test_a_broken_schedule_stops_no_other_one(
         lines = [message for message in caplog.messages if '"a"' in message]
         assert len(lines) == 1
         assert "not registered here" in lines[0]
+        assert service._watched["a"].failures < 15  # 200 seconds with pauses that double up to a minute
         seconds[0] += service_module.REPORT_EVERY
         service.tick()
         assert len(caplog.messages) == 2
