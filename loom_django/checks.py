@@ -488,6 +488,21 @@ def _check_stand_in(alias: str) -> list[CheckMessage]:
 
 
 @checks.register(TAG, deploy=True)
+def check_retention(**kwargs: Any) -> list[CheckMessage]:
+    """W041."""
+    ages = _setting("RETENTION")
+    if ages is None or any(age is not None for age in ages.values()):
+        return []
+    return [
+        checks.Warning(
+            'LOOM["RETENTION"] has no age for any status: loom_prune removes nothing, and the log grows for ever.',
+            hint='Give ages, as {"COMPLETED": timedelta(days=90)}, and run manage.py loom_prune every night.',
+            id="loom.W041",
+        )
+    ]
+
+
+@checks.register(TAG, deploy=True)
 def check_notices(**kwargs: Any) -> list[CheckMessage]:
     """W042."""
     alias, notices = _setting("DATABASE"), _setting("NOTIFY")

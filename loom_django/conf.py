@@ -59,6 +59,10 @@ class LoomSettings:
     NOTIFY: bool = True
     DURABILITY: Literal["boundary", "deferred"] = "boundary"
     REDACT: str | None = None
+    RETENTION: Mapping[str, float | None] = field(
+        default_factory=lambda: {"COMPLETED": 90 * _DAY, "CANCELLED": 90 * _DAY, "FAILED": None}
+    )
+    ARCHIVE_STORAGE: str | None = None
     unknown: tuple[str, ...] = field(default=())
 
     @property
@@ -82,7 +86,9 @@ DURATIONS: Final = frozenset(
 POSITIVE_INTS: Final = frozenset(
     {"MAX_PAYLOAD_BYTES", "MAX_TRACEBACK_BYTES", "MAX_RECOVERIES", "CONCURRENCY"}
 )
-OPTIONAL: Final = frozenset({"POLL_INTERVAL", "REDACT"})
+OPTIONAL: Final = frozenset({"POLL_INTERVAL", "REDACT", "ARCHIVE_STORAGE"})
+# How an execution can end for good; one that was continued is kept as long as its chain.
+ENDS: Final = ("COMPLETED", "CANCELLED", "FAILED")
 QUEUE_KEYS: Final = tuple(item.name for item in fields(Queue))
 # Beyond it a limit is none; the time between two of them would be less than a database's clock tells.
 MAX_RATE: Final = 100_000
@@ -107,6 +113,15 @@ def problem_of(key: str, value: Any) -> str | None:
         return None if value in choices else f"must be one of {', '.join(map(repr, choices))}, not {value!r}"
     if key == "QUEUES":
         return _queues_problem(value)
+    if key == "RETENTION":
+        return _retention_problem(value)
+    if key == "ARCHIVE_STORAGE":
+        aliases = ", ".join(map(repr, settings.STORAGES))
+        return (
+            None
+            if value in list(settings.STORAGES)
+            else f"must be an alias in STORAGES ({aliases}), not {shown(value)}"
+        )
     if key == "NOTIFY":
         return None if isinstance(value, bool) else f"must be True or False, not {value!r}"
     if key == "REDACT":
@@ -120,6 +135,17 @@ def _duration_problem(value: Any) -> str | None:
     except InvalidInputError:
         return f"must be seconds or a timedelta, not {value!r}"
     return None if length > 0 else f"must be above 0, not {value!r}"
+
+
+def _retention_problem(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return f"must be a dict of statuses to ages, not {shown(value)}"
+    for status, age in value.items():
+        if status not in ENDS:
+            return f"has {shown(status)}, which is no way to end; those are {', '.join(ENDS)}"
+        if age is not None and (problem := _duration_problem(age)):
+            return f"has an age for {status} that {problem}, or None to keep them"
+    return None
 
 
 def _queues_problem(value: Any) -> str | None:
@@ -173,8 +199,16 @@ def read(raw: Any) -> LoomSettings:
         problem = problem_of(key, value)
         if problem:
             raise ImproperlyConfigured(f"LOOM[{key!r}] {problem}")
-        known[key] = seconds(value, key) if key in DURATIONS and value is not None else value
+        known[key] = _read(key, value)
     return LoomSettings(**known, unknown=tuple(str(key) for key in raw if key not in KEYS))
+
+
+def _read(key: str, value: Any) -> Any:
+    if key in DURATIONS and value is not None:
+        return seconds(value, key)
+    if key == "RETENTION":
+        return {status: None if age is None else seconds(age, key) for status, age in value.items()}
+    return value
 
 
 _cached: LoomSettings | None = None

@@ -519,6 +519,17 @@ class StoreUnavailableError(LoomError):
         super().__init__(f"{problem}{tried}. Try again when the database answers.")
 
 
+class ArchiveError(LoomError):
+    """An archive could not be written, or is not what was written; nothing was deleted, or put back, by it."""
+
+    code = "archive"
+
+    def __init__(self, name: str, problem: str) -> None:
+        self.name = name
+        self.problem = problem
+        super().__init__(f"the archive {name!r} {problem}")
+
+
 # Fencing and code.
 
 

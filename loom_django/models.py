@@ -119,6 +119,12 @@ class Execution(ReadOnlyModel):
             models.Index(
                 fields=["lease_until"], name="loom_execution_lease", condition=Q(lease_until__isnull=False)
             ),
+            # Retention: of each status what has ended, longest ago first.
+            models.Index(
+                fields=["status", "finished_at", "id"],
+                name="loom_execution_ended",
+                condition=Q(finished_at__isnull=False),
+            ),
             # The console's in-doubt queue.
             models.Index(fields=["created_at"], name="loom_execution_in_doubt", condition=Q(in_doubt__gt=0)),
             # The console's lists: newest first, by status, by flow.

@@ -8,7 +8,7 @@ import types
 import unittest.mock
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
 from typing import IO, Any
 
@@ -26,6 +26,7 @@ from loom_django import (
     RetryPolicy,
     StepContext,
     compat,
+    conf,
     flow,
     register_type,
     schedule,
@@ -125,6 +126,13 @@ def test_e002_an_unknown_key_is_named_with_the_key_that_is_meant(settings):
         ("DATABASE", ""),
         ("DATABASE", 1),
         ("REDACT", len),
+        ("RETENTION", None),
+        ("RETENTION", ["COMPLETED"]),
+        ("RETENTION", {"CONTINUED": 60}),
+        ("RETENTION", {"COMPLETED": 0}),
+        ("RETENTION", {"COMPLETED": "90 days"}),
+        ("ARCHIVE_STORAGE", "archive"),
+        ("ARCHIVE_STORAGE", ["default"]),
     ],
 )
 def test_e003_a_value_of_the_wrong_kind_is_named(settings, key, value):
@@ -441,6 +449,17 @@ def test_w040_inline_is_not_for_production(settings):
     assert "run_loom_worker" in str(found(deploy=True)["loom.W040"].hint)
     settings.LOOM = {"DISPATCHER": "worker"}
     assert "loom.W040" not in found(deploy=True)
+
+
+def test_w041_something_has_an_age(settings):
+    """A project that keeps everything is told so at deploy time; ages may be of any kind of duration."""
+    for kept in ({}, {"COMPLETED": None}):
+        settings.LOOM = {"RETENTION": kept}
+        assert "loom.W041" not in found()
+        assert "loom_prune" in str(found(deploy=True)["loom.W041"].hint)
+    settings.LOOM = {"RETENTION": {"FAILED": timedelta(days=1)}, "ARCHIVE_STORAGE": "default"}
+    assert not {"loom.W041", "loom.E003"} & set(found(deploy=True))
+    assert conf.get_settings().RETENTION == {"FAILED": 86_400.0}
 
 
 # Schedules.

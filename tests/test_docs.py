@@ -59,7 +59,7 @@ def test_every_setting_is_in_the_reference():
     for key in conf.KEYS:
         default = getattr(conf.LoomSettings(), key)
         if isinstance(default, str | dict):
-            shown = json.dumps(default)
+            shown = json.dumps(default).replace("null", "None")
         else:
             shown = f"{default:g}" if isinstance(default, float) else str(default)
         assert f"| `{key}` | `{shown}` |" in text

@@ -54,6 +54,7 @@ EXAMPLES: list[LoomError] = [
     errors.ResumeContendedError("order-17", 3),
     errors.RedriveExhaustedError("order-17", 8),
     errors.StoreUnavailableError("the connection was lost", 5),
+    errors.ArchiveError("loom/2026-11-30/a.jsonl.gz", "could not be written: no space left."),
     errors.StaleFenceError("order-17", 3, 4),
     errors.StaleFenceError("order-17", None, None),
     errors.FlowCodeMismatchError("order-17", "structural hash", "ab12", "cd34", ["step charge is gone"]),

@@ -433,11 +433,12 @@ class EventStore(Protocol):
     def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
         """The last event of each execution that has ended, None for one that lives; others are left out."""
 
-    def delete_execution(self, execution_id: str) -> bool:
+    def delete_execution(self, execution_id: str, *, last: Event | None = None) -> bool:
         """Remove a finished execution's rows. A token that was ever acquired stays; a 0 row goes.
 
         Messages and wakes are the chain's: they go with its last member. False, and nothing removed, if it
-        is not finished or not there.
+        is not finished or not there; with ``last``, also if its log does not end with that event: a note was
+        added to it since, or it is another execution of that id.
         """
 
 
@@ -637,6 +638,42 @@ class ScheduleStore(Protocol):
         """True while an execution, or one that continues it, has not ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One row of those that retention looks at; ``finished_at`` is None while it has not ended."""
+
+    id: str
+    chain: str
+    status: Status
+    finished_at: datetime | None
+
+
+class RetentionStore(Protocol):
+    """What is old, what belongs to it, and how a log that was taken away is put back."""
+
+    def ended_before(
+        self, status: Status, before: datetime, *, after: tuple[datetime, str] | None = None, limit: int
+    ) -> list[Ended]:
+        """Those of one status that ended before an instant, oldest first; from behind (finished_at, id)."""
+
+    def children(self, execution_id: str, *, after: str = "", limit: int) -> list[Ended]:
+        """The executions that were started as its children, in order of id, from behind ``after``."""
+
+    def chain_members(self, execution_id: str) -> list[Ended]:
+        """The members of the chain that an execution belongs to, oldest first; none if it is not there."""
+
+    def decided(self, execution_id: str) -> NewExecution | None:
+        """What its start decided for good, as its row has it; None if it is not there."""
+
+    def restore(self, commit: Commit) -> bool:
+        """Put back a whole log, from its start on, with the fences, writers and instants of its events.
+
+        ``projection`` is the fold of all of it, ``new`` what :meth:`decided` had told, ``timers`` the wakes that
+        are owed. A park gets its fence row. False, and nothing written, if there is such an execution, or a log
+        without one.
+        """
+
+
 class NoticeStore(Protocol):
     """Telling loops at once that there is something to do; they look by themselves too, so one may be lost."""
 
@@ -651,7 +688,17 @@ class NoticeStore(Protocol):
         """Listen on a connection of its own; the call waits so many seconds at most, and is True if told."""
 
 
-class Store(EventStore, TimerStore, LeaseStore, InboxStore, NodeStore, ScheduleStore, NoticeStore, Protocol):
+class Store(
+    EventStore,
+    TimerStore,
+    LeaseStore,
+    InboxStore,
+    NodeStore,
+    ScheduleStore,
+    RetentionStore,
+    NoticeStore,
+    Protocol,
+):
     """All of it over one database, with the seams of that database's transactions."""
 
     def now(self) -> datetime:

@@ -26,6 +26,7 @@ from loom_django.stores.base import (
     Claimed,
     Commit,
     Due,
+    Ended,
     Known,
     Lease,
     Loaded,
@@ -44,6 +45,8 @@ from loom_django.stores.base import (
 )
 
 logger = logging.getLogger("loom_django.stores")
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,12 +282,16 @@ class MemoryStore:
                 for key, log in logs.items()
             }
 
-    def delete_execution(self, execution_id: str) -> bool:
+    def delete_execution(self, execution_id: str, *, last: Event | None = None) -> bool:
         with self._lock:
             tables = self._tables
             row = tables.rows.get(execution_id)
             if row is None or row.projection.status not in TERMINAL_STATUSES:
                 return False
+            if last is not None:
+                end = tables.logs[execution_id][-1]
+                if (end.sequence, end.writer) != (last.sequence, last.writer):
+                    return False
             del tables.rows[execution_id]
             tables.logs.pop(execution_id, None)
             tables.timers.pop(execution_id, None)
@@ -294,6 +301,66 @@ class MemoryStore:
                 self._delete_fence(chain)
             if chain != execution_id:
                 self._delete_fence(execution_id)
+            return True
+
+    def ended_before(
+        self, status: Status, before: datetime, *, after: tuple[datetime, str] | None = None, limit: int
+    ) -> list[Ended]:
+        with self._lock:
+            found = [
+                (row.finished_at, row.id, row)
+                for row in map(self._ended_row, self._tables.rows)
+                if row.status == status and row.finished_at is not None and row.finished_at < before
+            ]
+            return [row for at, key, row in sorted(found) if after is None or (at, key) > after][:limit]
+
+    def children(self, execution_id: str, *, after: str = "", limit: int) -> list[Ended]:
+        with self._lock:
+            ids = sorted(
+                key
+                for key, row in self._tables.rows.items()
+                if row.new.parent_id == execution_id and key > after
+            )
+            return [self._ended_row(key) for key in ids[:limit]]
+
+    def chain_members(self, execution_id: str) -> list[Ended]:
+        with self._lock:
+            rows = self._tables.rows
+            if execution_id not in rows:
+                return []
+            chain = self._ended_row(execution_id).chain
+            members = [key for key in rows if self._ended_row(key).chain == chain]
+            return [
+                self._ended_row(key)
+                for key in sorted(members, key=lambda key: (rows[key].projection.created_at, key))
+            ]
+
+    def _ended_row(self, execution_id: str) -> Ended:
+        row = self._tables.rows[execution_id]
+        told = row.projection
+        finished = _EPOCH + timedelta(microseconds=told.finished_at) if told.finished_at else None
+        return Ended(execution_id, row.new.chain or execution_id, told.status, finished)
+
+    def decided(self, execution_id: str) -> NewExecution | None:
+        with self._lock:
+            row = self._tables.rows.get(execution_id)
+            return None if row is None else replace(row.new, chain=row.new.chain or execution_id)
+
+    def restore(self, commit: Commit) -> bool:
+        commit.check()
+        with self._lock:
+            tables, key, now = self._tables, commit.execution_id, self.now()
+            if key in tables.rows or tables.logs[key]:
+                return False
+            if commit.projection.status == Status.SUSPENDED:
+                tables.fences.setdefault(key, _FenceRow())
+            row = self._next_row(commit, now)
+            tables.logs[key] += [
+                replace(event, recorded_at=event.recorded_at or now) for event in commit.events
+            ]
+            tables.rows[key] = row
+            for timer in commit.timers:
+                self._upsert(timer)
             return True
 
     def _delete_fence(self, execution_id: str) -> None:

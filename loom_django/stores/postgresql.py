@@ -30,6 +30,7 @@ from loom_django.stores.base import (
     Stale,
 )
 from loom_django.stores.postgresql_append import document, parts_of, text_of
+from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes
 from loom_django.stores.statements import (
@@ -171,6 +172,23 @@ OWN: Final = named(
         returning id
         """,
     ),
+    Statement(
+        "restore_events",
+        "A piece of a log as it was recorded; payloads travel as strings, so that their bytes stay.",
+        """
+        insert into loom_event (
+            execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at
+        )
+        select %(id)s, sequence, kind, body::json, fence, writer, kernel,
+            coalesce(recorded_at, $now)
+        from json_to_recordset(cast(%(events)s as json)) as e(
+            sequence bigint, kind text, body text, fence bigint, writer bigint, kernel boolean,
+            recorded_at timestamptz
+        ) order by sequence
+        on conflict (execution_id, sequence) do nothing
+        returning sequence
+        """,
+    ),
 )
 
 
@@ -234,7 +252,7 @@ class PostgresStore(SqlStore):
     """The :class:`~loom_django.stores.base.Store` over PostgreSQL."""
 
     statements: Mapping[str, Statement] = dialect(
-        [*SHARED.values(), *SCHEDULES.values(), *OWN.values()], WORDS
+        [*SHARED.values(), *SCHEDULES.values(), *RETENTION.values(), *OWN.values()], WORDS
     )
 
     # How a statement gets to the server.
@@ -548,6 +566,9 @@ class PostgresStore(SqlStore):
 
     def _time(self, value: int | None) -> datetime | None:
         return None if value is None else EPOCH + timedelta(microseconds=value)
+
+    def _recorded(self, instant: datetime) -> str:
+        return instant.isoformat()
 
     def transaction(self) -> AbstractContextManager[Any]:
         return transaction.atomic(using=self.alias)

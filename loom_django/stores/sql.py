@@ -45,6 +45,7 @@ from loom_django.stores.base import (
     WakesMoved,
 )
 from loom_django.stores.batches import Batches, Seat
+from loom_django.stores.retention import RetentionCalls
 from loom_django.stores.schedules import ScheduleCalls
 from loom_django.stores.statements import SHARED, Statement
 
@@ -60,6 +61,9 @@ EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 # The clock's offset is measured again after so many seconds, or when the host's clock was moved by so many.
 CLOCK_AGE: Final = 15.0
 CLOCK_STEP: Final = 0.05
+
+# Events of a log that goes back, in one statement.
+RESTORED_AT_ONCE: Final = 1000
 
 Row = Sequence[Any]
 _T = TypeVar("_T")
@@ -89,7 +93,7 @@ class Backoff:
         return True
 
 
-class SqlStore(ScheduleCalls, ABC):
+class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     """A :class:`~loom_django.stores.base.Store` over Django's connection of one alias."""
 
     statements: Mapping[str, Statement] = SHARED
@@ -344,13 +348,15 @@ class SqlStore(ScheduleCalls, ABC):
             for key, sequence, kind, body, fence, writer, is_kernel, recorded_at in rows
         }
 
-    def delete_execution(self, execution_id: str) -> bool:
+    def delete_execution(self, execution_id: str, *, last: Event | None = None) -> bool:
         finished = self._run("finished", {"id": execution_id})
         if not finished:
             return False
         chain = finished[0][0]
         with suppress(_Unchanged), self._under_fence(execution_id, "delete_execution", chain):
             if not self._run("finished", {"id": execution_id}):
+                raise _Unchanged
+            if last is not None and self._end_of(execution_id) != (last.sequence, last.writer):
                 raise _Unchanged
             ids = {"id": execution_id, "chain": chain}
             for name in (
@@ -359,6 +365,46 @@ class SqlStore(ScheduleCalls, ABC):
                 self._run(name, ids)
             return True
         return False
+
+    def _end_of(self, execution_id: str) -> tuple[int, int] | None:
+        """Sequence and writer of the last event."""
+        rows = self._run("end_of_log", {"id": execution_id})
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    def restore(self, commit: Commit) -> bool:
+        _check(commit)
+        key, parked = commit.execution_id, commit.projection.status == Status.SUSPENDED
+        row = {"id": key, "ready": commit.ownership.mode == "ready", **row_of(commit)}
+        with suppress(_Unchanged), self.transaction():
+            if parked:
+                self._run("ensure_fences", {"ids": dumps([key])})
+            for start in range(0, len(commit.events), RESTORED_AT_ONCE):
+                piece = [
+                    self._recorded_event(event) for event in commit.events[start : start + RESTORED_AT_ONCE]
+                ]
+                if len(self._run("restore_events", {"id": key, "events": dumps(piece)})) != len(piece):
+                    raise _Unchanged
+            if not self._run("restore_row", row):
+                raise _Unchanged
+            for timer in commit.timers:
+                self._run("schedule", {"id": key, **timer_row(timer)})
+            return True
+        return False
+
+    def _recorded_event(self, event: Event) -> dict[str, Any]:
+        return {
+            "sequence": event.sequence,
+            "kind": str(event.kind),
+            "body": event.body,
+            "fence": event.fence,
+            "writer": event.writer,
+            "kernel": bool(event.is_kernel),
+            "recorded_at": None if event.recorded_at is None else self._recorded(event.recorded_at),
+        }
+
+    @abstractmethod
+    def _recorded(self, instant: datetime) -> Any:
+        """An instant as "restore_events" takes it in JSON."""
 
     # The wakes that are owed.
 

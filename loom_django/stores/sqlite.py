@@ -21,6 +21,7 @@ from loom_django import compat
 from loom_django.errors import StoreUnavailableError
 from loom_django.kernel.state import Status
 from loom_django.stores.base import Commit, Due, Known
+from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import (
     Backoff,
@@ -219,6 +220,20 @@ OWN: Final = named(
         """,
         repeatable=True,
     ),
+    Statement(
+        "restore_events",
+        "A piece of a log as it was recorded.",
+        """
+        insert into loom_event (
+            execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at
+        )
+        select %(id)s, value ->> 'sequence', value ->> 'kind', value ->> 'body', value ->> 'fence',
+            value ->> 'writer', value ->> 'kernel', coalesce(value ->> 'recorded_at', $now)
+        from json_each(%(events)s) where true
+        on conflict (execution_id, sequence) do nothing
+        returning sequence
+        """,
+    ),
 )
 
 
@@ -242,7 +257,7 @@ class SqliteStore(SqlStore):
     """The :class:`~loom_django.stores.base.Store` over SQLite."""
 
     statements: Mapping[str, Statement] = dialect(
-        [*SHARED.values(), *SCHEDULES.values(), *OWN.values()], WORDS
+        [*SHARED.values(), *SCHEDULES.values(), *RETENTION.values(), *OWN.values()], WORDS
     )
     _prepared: Mapping[str, _Prepared] = {name: _prepare(one) for name, one in statements.items()}
 
@@ -467,6 +482,9 @@ class SqliteStore(SqlStore):
         if isinstance(value, str):
             value = datetime.fromisoformat(value)
         return None if value is None else value.replace(tzinfo=UTC)
+
+    def _recorded(self, instant: datetime) -> str:
+        return _text(instant)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -226,6 +226,14 @@ SHARED: Final = named(
         "Checked under the fence's lock: only what has ended may go.",
         f"select chain from loom_execution where id = %(id)s and status in ({_TERMINAL})",
     ),
+    Statement(
+        "end_of_log",
+        "Whether the log is still the one that was looked at.",
+        """
+        select sequence, writer from loom_event where execution_id = %(id)s
+        order by sequence desc limit 1
+        """,
+    ),
     Statement("delete_events", "The log goes.", "delete from loom_event where execution_id = %(id)s"),
     Statement("delete_row", "The execution's row goes.", "delete from loom_execution where id = %(id)s"),
     Statement("delete_timers", "Its wakes go.", "delete from loom_timer where execution_id = %(id)s"),

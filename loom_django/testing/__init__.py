@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         EventStoreConformance,
         InboxStoreConformance,
         LeaseStoreConformance,
+        RetentionStoreConformance,
         ScheduleStoreConformance,
         TimerStoreConformance,
     )
@@ -31,6 +32,7 @@ __all__ = [
     "InboxStoreConformance",
     "LeaseStoreConformance",
     "NonDeterminismError",
+    "RetentionStoreConformance",
     "ScheduleStoreConformance",
     "SweepReport",
     "SweptPoint",
@@ -48,6 +50,7 @@ _PLACES: Final = {
         "EventStoreConformance",
         "InboxStoreConformance",
         "LeaseStoreConformance",
+        "RetentionStoreConformance",
         "ScheduleStoreConformance",
         "TimerStoreConformance",
     ],

@@ -37,6 +37,7 @@ from loom_django.stores.base import (
     Acquired,
     Claimed,
     Commit,
+    Ended,
     Known,
     Lease,
     Message,
@@ -1138,6 +1139,17 @@ class EventStoreConformance(StoreConformance):
         assert self.store.message_names(first.id) == set()
         assert self.store.wakes(first.id) == 0
 
+    def test_deletion_of_the_log_that_was_looked_at(self) -> None:
+        """A note that was added since, or another execution under the id, and nothing goes."""
+        log = self.running()
+        self.store.append(log.end())
+        seen = self.store.read(log.id)[-1]
+        self.store.append(log.commit(Kind.OUTCOME_RECORDED))
+        assert self.store.delete_execution(log.id, last=seen) is False
+        newest = self.store.read(log.id)[-1]
+        assert self.store.delete_execution(log.id, last=replace(newest, writer=1)) is False
+        assert self.store.delete_execution(log.id, last=newest) is True
+
     # Clock and transaction.
 
     def test_the_clock_can_be_moved_for_tests(self) -> None:
@@ -2158,3 +2170,144 @@ class ScheduleStoreConformance(StoreConformance):
         assert self.store.chain_runs(first.id) is True
         self.store.append(second.end())
         assert self.store.chain_runs(first.id) is False
+
+
+class RetentionStoreConformance(StoreConformance):
+    """What is old, what belongs to it, and how it is put back."""
+
+    def ended(self, **new: Any) -> Log:
+        log = self.started(held_by(), **new)
+        self.store.append(log.end())
+        return log
+
+    def before(self, log: Log) -> datetime:
+        """An instant a microsecond behind its end."""
+        return self.ended_at(log) + timedelta(microseconds=1)
+
+    def ended_at(self, log: Log) -> datetime:
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=log.fold.finished_at)
+
+    def test_what_has_ended_is_told_oldest_first(self) -> None:
+        """Of one status, from before an instant, a page at a time; what lives is not among it."""
+        self.running()
+        first, second = self.ended(), self.ended()
+        late = self.started(held_by())
+        self.store.append(late.commit())
+        self.store.append(late.end())
+        ours = {first.id, second.id, late.id}
+
+        def ask(before: datetime, **options: Any) -> list[Ended]:
+            found = self.store.ended_before(Status.COMPLETED, before, **{"limit": 10_000, **options})
+            return [row for row in found if row.id in ours]
+
+        found = ask(self.before(late))
+        assert found == [
+            Ended(log.id, log.id, Status.COMPLETED, self.ended_at(log)) for log in (first, second, late)
+        ]
+        assert [row.id for row in ask(self.ended_at(late))] == [first.id, second.id]
+        assert ask(self.before(late), after=(self.ended_at(first), first.id)) == found[1:]
+        assert len(self.store.ended_before(Status.COMPLETED, self.before(late), limit=1)) == 1
+        others = self.store.ended_before(Status.FAILED, self.before(late), limit=10_000)
+        assert not ours & {row.id for row in others}
+
+    def test_children_are_told(self) -> None:
+        """In order of id, living ones too, a page at a time."""
+        parent = self.running()
+        living, ended = self.started(parent_id=parent.id), self.ended(parent_id=parent.id)
+        found = self.store.children(parent.id, limit=10)
+        assert [(row.id, row.status) for row in found] == [
+            (living.id, Status.PENDING),
+            (ended.id, Status.COMPLETED),
+        ]
+        assert found[0].finished_at is None
+        assert self.store.children(parent.id, after=living.id, limit=10) == found[1:]
+        assert self.store.children(ended.id, limit=10) == []
+
+    def test_the_members_of_a_chain_are_told(self) -> None:
+        """By any of them, oldest first; a chain of one is itself, and what is not there has none."""
+        first, alone = self.running(), self.running()
+        second = self.log(name=f"{first.id}~2")
+        self.store.append(
+            first.commit(
+                Kind.EXECUTION_CONTINUED,
+                ownership=NOBODY,
+                timers_off=None,
+                also=(second.start(held_by(), chain=first.id),),
+            )
+        )
+        for log in (first, second):
+            members = self.store.chain_members(log.id)
+            assert [(row.id, row.chain) for row in members] == [(first.id, first.id), (second.id, first.id)]
+        assert [row.id for row in self.store.chain_members(alone.id)] == [alone.id]
+        assert self.store.chain_members(self.log().id) == []
+
+    def test_a_log_comes_back_as_it_was(self) -> None:
+        """Byte by byte, with writers, fences, instants and what its start decided."""
+        at = self.store.now() + timedelta(days=1)
+        log = self.started(
+            held_by(), queue="q", priority=3, parent_id="p", subject_type="a.b", subject_id="7",
+            attributes='{"a": [1, "é"]}', deadline=at,
+        )  # fmt: skip
+        body = '{"at":1,"step":"s","tool":"t","b":1.10,"a":[1e2,' + "9" * 40 + '],"b":"\\u0000 \\ud800"}'
+        token = self.store.acquire_fence(log.id)
+        event = replace(log.event(Kind.STEP_STARTED), body=body, fence=token)
+        self.store.append(Commit(log.id, (event,), project(log.fold), fence=token))
+        self.store.append(log.commit("shipped", fence=token))
+        self.store.append(log.end(fence=token))
+        decided, events = self.store.decided(log.id), tuple(self.store.read(log.id))
+        assert decided is not None
+        assert (decided.queue, decided.deadline, decided.chain) == ("q", at, log.id)
+        assert self.store.delete_execution(log.id)
+        assert self.store.decided(log.id) is None
+        back = Commit(log.id, events, project(log.fold), ownership=NOBODY, new=decided)
+        assert self.store.restore(back) is True
+        assert tuple(self.store.read(log.id)) == events
+        assert self.store.decided(log.id) == decided
+        assert self.owner(log) == "finished"
+        assert self.store.fence(log.id) == token
+        assert self.store.restore(back) is False
+        assert tuple(self.store.read(log.id)) == events
+
+    def test_a_log_of_many_events_comes_back(self) -> None:
+        """More than go in one statement."""
+        log = self.running()
+        self.store.append(log.commit(*[Kind.STEP_STARTED] * 2_500))
+        self.store.append(log.end())
+        events = tuple(self.store.read(log.id))
+        assert self.store.delete_execution(log.id)
+        assert self.store.restore(
+            Commit(log.id, events, project(log.fold), ownership=NOBODY, new=NewExecution())
+        )
+        assert tuple(self.store.read(log.id)) == events
+
+    def test_what_is_there_is_not_written_over(self) -> None:
+        """A log is put back whole or not at all, also where another one has some of its events only."""
+        there, log = self.running(), self.log()
+        commit = log.start()
+        more = log.commit(Kind.STEP_STARTED, Kind.EXECUTION_COMPLETED, ownership=NOBODY)
+        rival = [
+            replace(event, execution_id=there.id, writer=event.writer + 1)
+            for event in (*commit.events, *more.events)
+        ]
+        before = self.store.read(there.id)
+        back = Commit(there.id, tuple(rival), more.projection, ownership=NOBODY, new=NewExecution())
+        assert self.store.restore(back) is False
+        assert self.store.read(there.id) == before
+        assert self.owner(there) == "held"
+
+    def test_a_park_comes_back_with_its_fence_and_its_wakes(self) -> None:
+        """Whoever answers it meets whoever acquires it; what runs is for somebody to run."""
+        log = self.log()
+        start, park = log.start(), log.park()
+        at = self.store.now() + timedelta(hours=1)
+        back = replace(
+            park, events=(*start.events, *park.events), new=start.new, timers=(TimerRow(log.id, at),)
+        )
+        assert self.store.restore(back) is True
+        assert self.owner(log) == "parked"
+        assert [row.wake_at for row in self.store.timers(log.id)] == [at]
+        parks = self.store.ensure_park_fences(after=self.flow_id, limit=1)
+        assert (parks.position, parks.made) == (log.id, 0)
+        runs = self.log()
+        assert self.store.restore(runs.start()) is True
+        assert self.owner(runs) == "ready"

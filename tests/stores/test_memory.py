@@ -11,6 +11,7 @@ from loom_django.testing import (
     EventStoreConformance,
     InboxStoreConformance,
     LeaseStoreConformance,
+    RetentionStoreConformance,
     ScheduleStoreConformance,
     TimerStoreConformance,
 )
@@ -45,4 +46,8 @@ class TestInbox(InMemory, InboxStoreConformance):
 
 
 class TestSchedules(InMemory, ScheduleStoreConformance):
+    pass
+
+
+class TestRetention(InMemory, RetentionStoreConformance):
     pass

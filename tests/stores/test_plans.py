@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import connection, models
 from django.test.utils import CaptureQueriesContext
 
+from loom_django.kernel.state import Status
+from loom_django.models import Execution
 from loom_django.stores import store_for
-from loom_django.stores.base import Known, Ownership, QueueLimits
+from loom_django.stores.base import Ended, Known, Ownership, QueueLimits
 from loom_django.testing.conformance import StoreConformance
 from tests.crash.kit import on_postgresql
 
@@ -137,3 +139,36 @@ class TestPlans(StoreConformance):
         assert walks(lambda: self.store.upcoming(queues=["mine"])) == []
         assert walks(self.store.upcoming) == []
         assert self.claim(queues=["long"]) == 10
+
+    def test_a_page_of_what_ended_is_a_probe(self) -> None:
+        """The first one, and one from the middle, however many ended and however many live."""
+        add_ended(5_000)
+        until = datetime(2026, 1, 2, tzinfo=UTC)
+
+        def page(number: int = 0) -> list[Ended]:
+            after = (datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=number), f"ended-{number}")
+            return self.store.ended_before(Status.COMPLETED, until, after=after, limit=20)
+
+        assert walks(lambda: page(2_500)) == []
+        assert walks(lambda: self.store.ended_before(Status.FAILED, until, limit=20)) == []
+        assert [row.id for row in page(2_500)][:2] == ["ended-2501", "ended-2502"]
+
+
+def add_ended(count: int) -> None:
+    """Rows of executions that completed, a second apart."""
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    rows: models.QuerySet[Any] = models.QuerySet(Execution)
+    rows.bulk_create(
+        Execution(
+            id=f"ended-{number}",
+            chain=f"ended-{number}",
+            flow_id="f",
+            status="COMPLETED",
+            last_sequence=1,
+            created_at=at,
+            updated_at=at,
+            finished_at=at + timedelta(seconds=number),
+        )
+        for number in range(count)
+    )
+    analyze()

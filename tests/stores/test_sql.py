@@ -10,6 +10,7 @@ from loom_django.testing import (
     EventStoreConformance,
     InboxStoreConformance,
     LeaseStoreConformance,
+    RetentionStoreConformance,
     ScheduleStoreConformance,
     TimerStoreConformance,
 )
@@ -44,4 +45,8 @@ class TestInbox(OverDjango, InboxStoreConformance):
 
 
 class TestSchedules(OverDjango, ScheduleStoreConformance):
+    pass
+
+
+class TestRetention(OverDjango, RetentionStoreConformance):
     pass
