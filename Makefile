@@ -83,7 +83,7 @@ bench: $(VENV)/.has-test
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 locks: $(VENV)/.has-test
-	@LOOM_TEST_OPERATIONS=2000 LOOM_TEST_DATABASE=postgresql $(BIN)/python -m tests.postgres run -- \
+	@LOOM_TEST_OPERATIONS=10000 LOOM_TEST_DATABASE=postgresql $(BIN)/python -m tests.postgres run -- \
 	    $(BIN)/python -m pytest tests/concurrency/test_lock_order.py --timeout 900
 
 outage: $(VENV)/.has-test

@@ -1,7 +1,7 @@
 """Everybody who locks rows does so in one order: no deadlock, whatever is done to the same few executions at once.
 
 Eight threads do everything that there is to do, with the server told to look for deadlocks after a tenth of a
-second. LOOM_TEST_OPERATIONS is how much each of them does; `make locks` has it be 2 000 (some two minutes).
+second. LOOM_TEST_OPERATIONS is how much each of them does; `make locks` has it be 10 000 (some five minutes).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.shop.models import Order
 from tests.stores.rivals import InThread, database_default, deadlocks, wait_until_alone
 
 THREADS: Final = 8
-OPERATIONS: Final = int(os.environ.get("LOOM_TEST_OPERATIONS", "500"))
+OPERATIONS: Final = int(os.environ.get("LOOM_TEST_OPERATIONS", "2000"))
 EXECUTIONS: Final = 12
 REFUSALS: Final = (
     AppendRefused,
