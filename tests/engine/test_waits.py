@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from loom_django import FlowContext, StepContext, WaitTimedOut, flow, tool
+from loom_django import FlowContext, StepContext, WaitTimedOut, definitions, flow, tool
 from loom_django.errors import (
     ExecutionClosedError,
     ExecutionNotFoundError,
@@ -17,6 +17,7 @@ from loom_django.errors import (
     VerdictRefusedError,
 )
 from loom_django.kernel.state import Status
+from loom_django.services.timers import PUT_OFF, TimerService
 from tests.engine.conftest import World
 
 
@@ -503,3 +504,33 @@ def test_what_became_of_a_doubt_can_be_noted_after_the_end(world: World) -> None
     world.loom.record_outcome(handle.id, "a note")
     assert world.kinds(handle.id).count("OUTCOME_RECORDED") == 2
     assert world.state(handle).status == Status.CANCELLED
+
+
+def test_a_wake_that_changed_code_refuses_is_put_off_and_told_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays owed, in nobody's way, without a line at each try; with the code that fits it fires."""
+
+    def declare(*steps: Any) -> Any:
+        definitions.registry.forget("w.putoff")
+
+        @flow("w.putoff", steps=steps)
+        def body(ctx: FlowContext) -> str:
+            ctx.sleep(1)
+            return "woken"
+
+        return body
+
+    handle = declare().start()
+    declare(wire)
+    service = TimerService(world.engine, lambda: world.loom.dispatcher)
+    for tries in (1, 2, 3):
+        world.shift(timedelta(seconds=PUT_OFF + 1))
+        assert service.tick() is True
+        assert service.tick() is False, "it is put off"
+        assert [row.tries for row in world.engine.store.timers(handle.id)] == [tries]
+    assert len([text for text in caplog.messages if "a wake is put off" in text]) == 1
+    declare()
+    world.shift(timedelta(seconds=PUT_OFF + 1))
+    assert service.tick() is True
+    assert handle.result() == "woken"
