@@ -361,7 +361,7 @@ class Failing(InMemoryStorage):
 
 
 @pytest.mark.parametrize(
-    ("how", "says"), [("full", "no space left"), (".gz", "something else"), (".json", "something else")]
+    ("how", "says"), [("full", "no space left"), (".gz", "something else"), ("manifest", "something else")]
 )
 def test_nothing_is_deleted_that_was_not_read_back(world: World, how: str, says: str) -> None:
     """Neither when the storage fails nor when it gives back something else, of the file or of its manifest."""
@@ -500,6 +500,20 @@ def test_the_commands(archived: Path, old: Callable[..., None]) -> None:
 
 
 @on_database
+def test_a_log_that_has_lost_its_row_is_not_written_over(archived: Path, old: Callable[..., None]) -> None:
+    """An archive of it is refused: which of the two is right is for loom_verify, and for a person."""
+    old("a")
+    assert command("loom_prune", "--archive")[0] == 0
+    assert command("loom_restore", "a")[0] == 0
+    with connection.cursor() as cursor:
+        cursor.execute("delete from loom_execution")
+        cursor.execute("delete from loom_event where sequence > 1")
+    assert command("loom_restore", "a")[0] == 1
+    assert not Execution.objects.exists()
+    assert len(loom.store.read("a")) == 1
+
+
+@on_database
 def test_archiving_needs_a_storage(old: Callable[..., None]) -> None:
     """Without one the command was not used as it is meant, and nothing is removed."""
     old("a")
@@ -511,8 +525,8 @@ def test_archiving_needs_a_storage(old: Callable[..., None]) -> None:
 
 
 @on_database
-def test_a_foreign_key_that_blocks_is_named(old: Callable[..., None]) -> None:
-    """The row that it refers to stays and is told; the others go."""
+def test_a_foreign_key_that_blocks_is_named(archived: Path, old: Callable[..., None]) -> None:
+    """What it refers to is neither archived nor deleted, and is told; the others go."""
     old("a", "b")
 
     class Receipt(models.Model):
@@ -529,9 +543,12 @@ def test_a_foreign_key_that_blocks_is_named(old: Callable[..., None]) -> None:
         with connection.schema_editor() as editor:
             editor.create_model(Receipt)
         receipts.create(execution_id="a")
-        code, said = command("loom_prune")
+        code, said = command("loom_prune", "--archive")
         assert code == 1
+        assert "removed 1, archived 1, pinned 0, kept 1" in said
         assert "a: rows of shop.Receipt.execution refer to it by a foreign key" in said
+        [manifest] = archive.manifests(FileSystemStorage(archived))
+        assert [item["id"] for item in manifest.executions] == ["b"]
         assert set(Execution.objects.values_list("pk", flat=True)) == {"a"}
         receipts.all().delete()
         assert command("loom_prune")[0] == 0
@@ -576,7 +593,7 @@ prune(loom, archive=Storage(folder), batch_size=3)
 
 
 @on_database
-@pytest.mark.parametrize(("point", "left"), [(".gz", 3), (".json", 3), ("before", 3), ("between", 2)])
+@pytest.mark.parametrize(("point", "left"), [(".gz", 3), ("manifest", 3), ("before", 3), ("between", 2)])
 def test_a_killed_run_loses_nothing(
     archived: Path, old: Callable[..., None], child_env: Callable[..., dict[str, str]], point: str, left: int
 ) -> None:
