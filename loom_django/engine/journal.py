@@ -46,6 +46,7 @@ class Journal:
         self.fold = fold
         self.fence = fence
         self.writer = writer
+        self.patience = 0.0  # an owner's appends are worth a wait as long as its lease
         self.kept: list[Event] = []
         # What belongs to a kept fact and must land with it: messages taken, timer rows that have served.
         self._messages: list[int] = []
@@ -128,6 +129,7 @@ class Journal:
                 messages=(*messages, *self._messages),
                 wake=wake,
                 also=also,
+                patience=self.patience,
             )
             try:
                 if unchanged is None:

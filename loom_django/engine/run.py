@@ -89,6 +89,7 @@ def run_execution(
     if flow is None:
         return Ended.REFUSED
     engine.store.check_clock()  # measured before facts are stamped in an event loop, where no query may be
+    journal.patience = engine.settings().LEASE_TTL
     driver = _driver(engine, flow, stop)
     body = Body(engine, journal, flow, driver)
     engine.keeper.hold(execution_id, token, body.lose)

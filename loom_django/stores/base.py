@@ -141,6 +141,8 @@ class Commit:
     None means all rows of the execution (at its end). ``wake`` are other executions that are woken by this
     commit: each one's wakes go up by 1 and it gets a due re-drive row. ``also`` are commits of other
     executions (a child's or a successor's start): all land, or none; they hold no ``also`` of their own.
+    ``patience`` is for how many seconds it is worth being sent again while the database is away, if that is
+    longer than the store's own patience: an owner's is the length of its lease.
     """
 
     execution_id: str
@@ -156,6 +158,7 @@ class Commit:
     messages: tuple[int, ...] = ()
     wake: tuple[str, ...] = ()
     also: tuple[Commit, ...] = ()
+    patience: float = 0.0
 
     @property
     def first_sequence(self) -> int:

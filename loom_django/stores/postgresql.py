@@ -496,7 +496,7 @@ class PostgresStore(SqlStore):
         parameters = [document(commits, self._shift)]
         if compat.open_transaction(self.connection):
             return self._send_inside(text, parameters)
-        backoff, tries = Backoff(self.give_up, self.sleep), 0
+        backoff, tries = Backoff(self._patience(commits), self.sleep), 0
         while True:
             try:
                 return {row[0] for row in self._execute(text, parameters, raw=True)}

@@ -307,6 +307,10 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         """Land a commit in the open transaction, which holds its fence row."""
         return self._land([commit])[0]
 
+    def _patience(self, commits: Sequence[Commit]) -> float:
+        """For how many seconds commits are sent again while the database is away."""
+        return max([self.give_up, *(commit.patience for commit in commits)])
+
     def _may_resend(self, error: Error) -> bool:
         """True if a transaction of the store's own that met this error is to be done again."""
         if not self.is_connection_lost(error):

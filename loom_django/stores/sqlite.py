@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from django.db import Error, OperationalError
@@ -298,13 +299,13 @@ class SqliteStore(SqlStore):
     def _say(self, command: str) -> None:
         self._execute(command, command, {})
 
-    def _patiently(self, work: Callable[[], _T]) -> _T:
+    def _patiently(self, work: Callable[[], _T], patience: float | None = None) -> _T:
         """Do a piece of work that is one transaction, again for as long as the file is locked.
 
         Raises:
             StoreUnavailableError: it stayed locked.
         """
-        backoff = Backoff(self.give_up, self.sleep)
+        backoff = Backoff(self.give_up if patience is None else patience, self.sleep)
         while True:
             try:
                 self._write_ahead()
@@ -326,7 +327,7 @@ class SqliteStore(SqlStore):
             with suppress(OperationalError):
                 self._say("pragma journal_mode = wal")
 
-    def _atomically(self, work: Callable[[], _T]) -> _T:
+    def _atomically(self, work: Callable[[], _T], patience: float | None = None) -> _T:
         """Do all of it or nothing: in a transaction of its own, or behind a savepoint in a caller's."""
         if compat.open_transaction(self.connection):
             if not self.connection.connection.in_transaction:
@@ -335,7 +336,8 @@ class SqliteStore(SqlStore):
             begin, commit = "savepoint loom", "release savepoint loom"
             rollback = ("rollback to savepoint loom", "release savepoint loom")
             return self._between(begin, work, commit, rollback)
-        return self._patiently(lambda: self._between("begin immediate", work, "commit", ("rollback",)))
+        whole = partial(self._between, "begin immediate", work, "commit", ("rollback",))
+        return self._patiently(whole, patience)
 
     def _between(self, begin: str, work: Callable[[], _T], commit: str, rollback: Sequence[str]) -> _T:
         self._say(begin)
@@ -359,7 +361,9 @@ class SqliteStore(SqlStore):
 
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
         try:
-            return self._atomically(lambda: [self._land_one(commit) for commit in commits])
+            return self._atomically(
+                lambda: [self._land_one(commit) for commit in commits], self._patience(commits)
+            )
         except StoreUnavailableError as error:
             return [error] * len(commits)
         except Exception as error:
