@@ -89,10 +89,11 @@ OWN: Final = named(
     Statement(
         "claim_due",
         "Due wakes, those due longest first; the filters come before the limit, so that rows which this "
-        "node cannot serve never starve others.",
+        "node cannot serve never starve others. The rows are locked, so their places stand, and they are "
+        "updated by these: by their keys, a large batch would be joined to a walk over the whole table.",
         """
         with due as (
-            select t.id, coalesce(t.not_before, t.wake_at) as due, x.flow_id, x.version
+            select t.ctid as place, coalesce(t.not_before, t.wake_at) as due, x.flow_id, x.version
             from loom_timer t left join loom_execution x on x.id = t.execution_id
             where coalesce(t.not_before, t.wake_at) <= $now
             and (%(redrive)s or t.redrive is null)
@@ -103,7 +104,7 @@ OWN: Final = named(
             order by coalesce(t.not_before, t.wake_at) limit %(limit)s
             $lock_free(t)
         )
-        update loom_timer t set not_before = $later(hold) from due where t.id = due.id
+        update loom_timer t set not_before = $later(hold) from due where t.ctid = due.place
         returning t.execution_id, $time(t.wake_at), t.redrive, t.deadline, $time(t.not_before), t.tries,
             $time(due.due), $time($now), coalesce(due.flow_id, ''), coalesce(due.version, 0)
         """,
