@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 from django.core.management.base import BaseCommand
@@ -63,16 +64,32 @@ def listening(store: Store, loop: Loop) -> Iterator[Listener | None]:
         listener.stop()
 
 
-def log_to_console(command: BaseCommand, verbosity: int) -> None:
-    """Show loom's log on the command's error stream if the project has configured nothing for it."""
-    logger = logging.getLogger("loom_django")
-    if logger.hasHandlers() and logger.handlers:
-        return
-    handler = logging.StreamHandler(command.stderr)
-    handler.setFormatter(_WithIds("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(_LEVELS.get(verbosity, logging.INFO))
-    logger.propagate = False
+def logging_to_console(handle: Callable[..., None]) -> Callable[..., None]:
+    """Have a command show loom's log on its error stream, if the project has configured nothing for it.
+
+    Until the command ends: one that is called in a process, by a test say, leaves its logging as it was.
+    """
+
+    @wraps(handle)
+    def shown(self: BaseCommand, *args: Any, **options: Any) -> None:
+        logger = logging.getLogger("loom_django")
+        if logger.handlers:
+            handle(self, *args, **options)
+            return
+        handler = logging.StreamHandler(self.stderr)
+        handler.setFormatter(_WithIds("%(asctime)s %(levelname)s %(message)s"))
+        before = logger.level, logger.propagate
+        logger.addHandler(handler)
+        logger.setLevel(_LEVELS.get(options["verbosity"], logging.INFO))
+        logger.propagate = False
+        try:
+            handle(self, *args, **options)
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(before[0])
+            logger.propagate = before[1]
+
+    return shown
 
 
 class _WithIds(logging.Formatter):

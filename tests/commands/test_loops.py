@@ -242,3 +242,13 @@ def test_misuse_of_an_option_is_told(name: str, arguments: list[str]) -> None:
     """A number that cannot be one is refused by the parser."""
     with pytest.raises(CommandError):
         run(name, *arguments)
+
+
+def test_a_command_leaves_its_process_as_it_was() -> None:
+    """One that is called by a test or a script changes neither the logging nor the dispatcher of what follows."""
+    logger = logging.getLogger("loom_django")
+    before = (list(logger.handlers), logger.level, logger.propagate, loom.dispatcher)
+    for command in ("run_loom_worker", "run_loom_timers"):
+        call_command(command, "--once", stdout=StringIO(), stderr=StringIO())
+    call_command("loom_recover", stdout=StringIO())
+    assert (list(logger.handlers), logger.level, logger.propagate, loom.dispatcher) == before

@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from loom_django.management.options import add_format, log_to_console, positive_float, positive_int
+from loom_django.management.options import add_format, logging_to_console, positive_float, positive_int
 from loom_django.runtime import loom
 from loom_django.services.recovery import recover_abandoned
 from loom_django.stores.base import Lease
@@ -37,8 +37,8 @@ class Command(BaseCommand):
         )
         add_format(parser)
 
+    @logging_to_console
     def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(self, options["verbosity"])
         if options["dry_run"]:
             self._dry_run(options)
             return

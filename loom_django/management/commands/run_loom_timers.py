@@ -12,7 +12,7 @@ from loom_django import compat, conf
 from loom_django.management.options import (
     beat,
     listening,
-    log_to_console,
+    logging_to_console,
     positive_float,
     positive_int,
 )
@@ -45,8 +45,8 @@ class Command(BaseCommand):
         )
 
     @compat.without_pools()
+    @logging_to_console
     def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(self, options["verbosity"])
         engine = loom.engine
         service = TimerService(engine, lambda: loom.dispatcher, limit=options["limit"])
         services: list[Service] = [beat("timers"), service]

@@ -12,10 +12,11 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 
 from loom_django import compat, conf
+from loom_django.engine.core import Engine
 from loom_django.management.options import (
     beat,
     listening,
-    log_to_console,
+    logging_to_console,
     names,
     positive_float,
     positive_int,
@@ -68,12 +69,18 @@ class Command(BaseCommand):
         )
 
     @compat.without_pools()
+    @logging_to_console
     def handle(self, *args: Any, **options: Any) -> None:
-        log_to_console(self, options["verbosity"])
         self._check_queues(options["queues"])
         engine = loom.engine
         # What this process wakes or recovers is claimed like anything else, by this or another worker.
-        loom.dispatcher = WorkerDispatcher(engine.ring)
+        before, loom.dispatcher = loom.dispatcher, WorkerDispatcher(engine.ring)
+        try:
+            self._work(engine, options)
+        finally:
+            loom.dispatcher = before
+
+    def _work(self, engine: Engine, options: dict[str, Any]) -> None:
         worker = self._worker(options)
         loop = Loop(
             [beat("worker"), worker, *self._others(options)],
