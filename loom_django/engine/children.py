@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from loom_django.definitions import AwaitMode, Child, Flow, Outcome
 from loom_django.engine.core import Engine
 from loom_django.engine.drive import Enter, Io, Steps
-from loom_django.engine.start import child_start, existing
+from loom_django.engine.start import child_start
 from loom_django.errors import (
     ChildFailed,
     ContextMisuseError,
@@ -29,7 +29,6 @@ from loom_django.kernel.durations import Duration
 from loom_django.kernel.events import Encoded, Event, Kind
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import CHILD_DECISION, ON_CHILD, Wait, WaitStatus
-from loom_django.stores.base import Commit
 
 if TYPE_CHECKING:
     from loom_django.engine.body import Body
@@ -74,25 +73,18 @@ def _flow(body: Body, flow: Flow[..., Any] | str) -> Flow[..., Any]:
 def _land_start(body: Body, flow: Flow[..., Any], given: Mapping[str, Any], child_id: str, note: str) -> None:
     engine, policy = body.engine, flow.options.on_parent_close
     there = body.ask_store(lambda: engine.store.status(child_id))
-    also: tuple[Commit, ...] = ()
-    later = False
     try:
-        if there is None:
-            commit, later = child_start(engine, flow, given, flow.options, child_id, body.execution_id)
-            also = (commit,)
-        elif flow.options.execution_id is None:
+        if there is not None:
+            # Its end would wake its own parent, or nobody: whoever waited for it here would wait for ever.
             raise ExecutionConflictError(child_id, "parent")
-        else:
-            existing(engine, flow, given, child_id, settled=False)
+        commit, later = child_start(engine, flow, given, flow.options, child_id, body.execution_id)
     except LoomError as exc:
         body.refuse(exc)
     fields = {"note": note, "child": child_id, "flow": flow.id, "on_parent_close": policy}
     event = body.journal.record(Kind.CHILD_STARTED, fields)
     body.did(event.data["at"])
-    body.land(also=also)
-    if also:
-        tell = engine.ring if later else partial(engine.started, child_id)
-        engine.store.on_commit(tell)
+    body.land(also=(commit,))
+    engine.store.on_commit(engine.ring if later else partial(engine.started, child_id))
 
 
 def await_child(body: Body, child: Child[Any]) -> Steps[Any]:

@@ -10,11 +10,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from django.db import connections
+from django.db import Error, connections
 
 from loom_django.compat import renew_connections
 from loom_django.engine.calls import measured
@@ -73,8 +74,8 @@ class SyncDriver(Driver):
             for branch in join.branches:
                 branch.end(_measured_branch(branch, self.sibling()))
             return
-        crew = _Crew(join.branches, self)
         try:
+            crew = _Crew(join.branches, self)
             try:
                 self._room.serve(crew.over.is_set)
             except (KeyboardInterrupt, SystemExit) as exc:
@@ -185,8 +186,9 @@ class _Crew:
     def _run(self, branch: Branch) -> None:
         driver = self._driver.branch_driver()
         outcome = _measured_branch(branch, driver)
-        renew_connections()
         self._driver.post(lambda: self._ended(branch, outcome))
+        with suppress(Error):  # a thread that ended here would leave the branches behind this one to nobody
+            renew_connections()
 
     def _ended(self, branch: Branch, outcome: Outcome) -> None:
         try:

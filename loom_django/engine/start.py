@@ -87,7 +87,7 @@ def start(
         try:
             journal.land(ownership=owned, new=new, timers=timers, pass_notes=False)
         except SequenceOccupied:
-            found = existing(engine, flow, given, execution_id, settled=scheduled_at is not None)
+            found = _existing(engine, flow, given, execution_id, settled=scheduled_at is not None)
             if found is not None:
                 return found
             continue
@@ -165,7 +165,7 @@ def _check_years(micros: int, what: str) -> None:
         raise InvalidInputError(f"{what} must lie between the years 1970 and 9999: leave it out for none")
 
 
-def existing(
+def _existing(
     engine: Engine, flow: Flow[..., Any], given: Mapping[str, Any], execution_id: str, *, settled: bool
 ) -> Started | None:
     events = engine.store.read(execution_id, limit=1)

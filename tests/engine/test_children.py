@@ -345,3 +345,19 @@ def test_wrong_use(world: World) -> None:
     assert "for ever" in refused(lambda ctx: ctx.await_children([], mode="any"), 4)
     assert "mode=" in refused(lambda ctx: ctx.await_children([], mode="some"), 5)  # type: ignore[call-overload]
     assert "what ctx.start_child returned" in refused(lambda ctx: ctx.await_children("abc"), 6)  # type: ignore[arg-type]
+
+
+def test_an_execution_of_somebody_else_is_no_child(world: World) -> None:
+    """Its end would not wake this parent: it is refused at once, and the other one lives on."""
+    child = waiting_flow("c.adopted.child")
+
+    @flow("c.adopted")
+    def body(ctx: FlowContext) -> Any:
+        return ctx.await_child(ctx.start_child(child.using(execution_id="mine"), "x"))
+
+    child.using(execution_id="mine").start("x")
+    handle = body.using(execution_id="p").start()
+    with pytest.raises(ExecutionFailedError, match="mine"):
+        handle.result()
+    assert world.kinds("p") == ["EXECUTION_STARTED", "EXECUTION_FAILED"]
+    assert world.state("mine").status is Status.SUSPENDED
