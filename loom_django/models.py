@@ -17,7 +17,7 @@ from django.utils.translation import gettext_lazy as _
 
 from loom_django.errors import ReadOnlyModelError
 from loom_django.fields import EncodedField, IdField
-from loom_django.kernel.state import TERMINAL_STATUSES
+from loom_django.kernel.state import GATES, TERMINAL_STATUSES
 from loom_django.querysets import ExecutionQuerySet, ReadOnlyQuerySet
 from loom_django.statuses import ExecutionStatus
 
@@ -127,6 +127,10 @@ class Execution(ReadOnlyModel):
             ),
             # The console's in-doubt queue.
             models.Index(fields=["created_at"], name="loom_execution_in_doubt", condition=Q(in_doubt__gt=0)),
+            # What stands at a gate, for the console's overview: few, among all that are parked.
+            models.Index(
+                fields=["created_at"], name="loom_execution_gate", condition=Q(waiting_on__in=sorted(GATES))
+            ),
             # The console's lists: newest first, by status, by flow.
             models.Index(fields=["-created_at", "id"], name="loom_execution_newest"),
             models.Index(fields=["status", "-created_at"], name="loom_execution_by_status"),

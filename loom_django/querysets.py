@@ -8,7 +8,7 @@ from django.db import models
 from django.db.models.functions import Now
 
 from loom_django.errors import ReadOnlyModelError
-from loom_django.kernel.state import ON_DIVERGED, TERMINAL_STATUSES, Status
+from loom_django.kernel.state import GATES, ON_DIVERGED, TERMINAL_STATUSES, Status
 
 
 class ReadOnlyQuerySet(models.QuerySet[Any]):
@@ -69,6 +69,10 @@ class ExecutionQuerySet(ReadOnlyQuerySet):
 
     def diverged(self) -> ExecutionQuerySet:
         return self.suspended().filter(waiting_on=ON_DIVERGED)
+
+    def at_gate(self) -> ExecutionQuerySet:
+        """Parked because its flow cannot go on: changed code, an error of the body, or too many recoveries."""
+        return self.filter(waiting_on__in=sorted(GATES))
 
     def of_flow(self, flow_id: str) -> ExecutionQuerySet:
         return self.filter(flow_id=flow_id)

@@ -38,14 +38,18 @@ class _AtLeast(int):
         return f"{int(self)}+"
 
 
+def bounded_count(rows: Any) -> int:
+    """How many rows there are, or that there are at least so many: a table of millions is never counted."""
+    found = len(rows.values_list("pk", flat=True)[: MOST_ROWS + 1])
+    return found if found <= MOST_ROWS else _AtLeast(MOST_ROWS)
+
+
 class BoundedPaginator(AnyPaginator):
-    """Looks for at most so many rows, by their index: a table of millions is never counted."""
+    """Looks for at most so many rows, by their index."""
 
     @cached_property
     def count(self) -> int:
-        rows: Any = self.object_list
-        found = len(rows.values_list("pk", flat=True)[: MOST_ROWS + 1])
-        return found if found <= MOST_ROWS else _AtLeast(MOST_ROWS)
+        return bounded_count(self.object_list)
 
 
 class ReadOnlyAdmin(ModelAdmin):

@@ -22,7 +22,7 @@ from django.utils.translation import gettext_lazy as _
 from django.views.decorators.http import require_safe
 
 from loom_django import conf
-from loom_django.admin import queue, show
+from loom_django.admin import overview, queue, show
 from loom_django.admin.acts import VIEWS, ResumeView, VerdictView
 from loom_django.admin.base import PAGE, ReadOnlyAdmin, holder, kind_of, pill, shortened
 from loom_django.admin.execution_page import ExecutionPage, WaitRow
@@ -57,6 +57,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
     def get_urls(self) -> list[URLPattern]:
         wrap = self.admin_site.admin_view
         own = [
+            path("overview/", wrap(self.overview_view), name="loom_overview"),
             path("in-doubt/", wrap(self.in_doubt_view), name="loom_in_doubt"),
             path("<path:object_id>/log/", wrap(self.log_view), name="loom_execution_log"),
             *(
@@ -113,6 +114,23 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
     @admin.display(description=_("held by"))
     def held_by(self, execution: Execution) -> Any:
         return holder(execution)
+
+    # What is wrong, and what waits.
+
+    @method_decorator(require_safe)
+    def overview_view(self, request: HttpRequest) -> HttpResponse:
+        """What an operator looks at first."""
+        self._check_look(request)
+        request.current_app = self.admin_site.name
+        seen = overview.look()
+        return self.page(
+            request,
+            "overview.html",
+            title=_("Overview"),
+            banners=overview.linked(request, seen.banners),
+            tallies=overview.linked(request, seen.tallies),
+            nodes=[(node, show.ago(node.seen_at)) for node in seen.nodes],
+        )
 
     # The queue.
 
