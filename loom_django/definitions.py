@@ -30,7 +30,7 @@ from typing import (
 )
 
 from loom_django.errors import DefinitionError, DirectCallError, FlowNotFoundError, InvalidInputError, shown
-from loom_django.kernel import hashing, keys
+from loom_django.kernel import hashing, keys, structure
 from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.durations import Duration, seconds
 
@@ -350,9 +350,9 @@ class Flow(Generic[P, R_co]):
         self.steps = _declared_steps(self, declared["steps"])
         self.signature = _signature(func, "FlowContext", flow_id=self.id)
         self.options = Options()
-        self.flow_hash = hashing.structural_hash(
-            [_step_facts(step_id, step) for step_id, step in self.steps.items()], self.step_families
-        )
+        facts = self.step_facts()
+        self.flow_hash = hashing.structural_hash(facts, self.step_families)
+        self.outline = structure.outline(facts, self.step_families)
         self.code_hash = _fingerprint(self, declared["code_fingerprint"])
 
     if not TYPE_CHECKING:
@@ -425,6 +425,16 @@ class Flow(Generic[P, R_co]):
     def step_ids_of(self, tool_: Tool[..., Any]) -> list[str]:
         """The declared ids under which a tool is listed."""
         return [step_id for step_id, step in self.steps.items() if step.func is tool_.func]
+
+    def step_facts(self) -> list[dict[str, Any]]:
+        """What the structural hash covers of each declared step."""
+        return [_step_facts(step_id, step) for step_id, step in self.steps.items()]
+
+    def has_structure(self, recorded: str) -> bool:
+        """Tell whether a recorded hash, in either form, is this flow's. A log without one says nothing."""
+        if recorded.startswith(hashing.LEGACY_PREFIX):
+            return recorded == hashing.legacy_hash(self.step_facts(), self.step_families)
+        return recorded in ("", self.flow_hash)
 
     def in_family(self, step_id: str) -> bool:
         """Tell whether an id belongs to a declared step or family: ``base#suffix``, or ``/regex/``."""

@@ -572,8 +572,8 @@ class FlowCodeMismatchError(LoomError):
         super().__init__(
             f'execution "{execution_id}" was recorded with {kind} {recorded}, the registered flow has '
             f"{registered}{changed}. Pin: register the old version beside the new one. "
-            "Migrate: resume it with allow_flow_code_mismatch=True, once you have made sure that the new code can "
-            "go on from its log. "
+            "Migrate: move it to the new code with loom.resume_as (loom_resume_as at a shell), which proves first "
+            "that the new code has every recorded step. "
             "Drain: cancel it and start it anew, or leave it to processes of the old release."
         )
 

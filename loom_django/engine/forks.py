@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from loom_django.definitions import Flow
-from loom_django.engine.code import flow_for
+from loom_django.engine.code import flow_for, graph_of
 from loom_django.engine.core import Engine, from_micros, random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import load_existing
@@ -169,7 +169,12 @@ class _Copy:
         fields = {**event.data, "options": options}
         if self.flow is not None:
             flow = self.flow
-            fields |= {"version": flow.version, "hash": flow.flow_hash, "code": flow.code_hash or None}
+            fields |= {
+                "version": flow.version,
+                "hash": flow.flow_hash,
+                "code": flow.code_hash or None,
+                "graph": graph_of(flow),
+            }
         return pack(fields)
 
     def _deadline(self, journal: Journal) -> datetime | None:

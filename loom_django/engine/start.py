@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from loom_django.conf import DEFAULT_QUEUE
 from loom_django.definitions import Flow, Options
+from loom_django.engine.code import graph_of
 from loom_django.engine.core import Engine, from_micros, random_token, to_micros
 from loom_django.engine.journal import Journal
 from loom_django.errors import (
@@ -213,6 +214,7 @@ def _facts(
         "version": flow.version,
         "hash": flow.flow_hash,
         "code": flow.code_hash or None,
+        "graph": graph_of(flow),
         "options": {name: value for name, value in recorded.items() if value is not None} or None,
         "input": Encoded(_input(flow, given, limit)),
     }

@@ -41,6 +41,7 @@ class Fold:
         self.input = state.input
         self.flow_hash = state.flow_hash
         self.code_hash = state.code_hash
+        self.graph = state.graph
         self.options: dict[str, Any] = dict(state.options)
         self.frames: dict[str, Frame] = dict(state.frames)
         self.waits: dict[str, Wait] = dict(state.waits)
@@ -97,6 +98,7 @@ class Fold:
             input=self.input,
             flow_hash=self.flow_hash,
             code_hash=self.code_hash,
+            graph=self.graph,
             options=MappingProxyType(dict(self.options)),
             frames=MappingProxyType(dict(self.frames)),
             waits=MappingProxyType(dict(self.waits)),
@@ -145,6 +147,7 @@ class Fold:
         self.input = data.get("input")
         self.flow_hash = data.get("hash", "")
         self.code_hash = data.get("code", "")
+        self.graph = data.get("graph")
         self.started_at = data["at"]
         self.options = dict(data.get("options") or {})
 
@@ -270,6 +273,7 @@ class Fold:
         self.version = data.get("to_version", self.version)
         self.flow_hash = data.get("to_hash", self.flow_hash)
         self.code_hash = data.get("to_code", self.code_hash)
+        self.graph = data.get("to_graph")
 
     def _step_started(self, event: Event, data: Mapping[str, Any]) -> None:
         if self.status == Status.PENDING:

@@ -2,7 +2,8 @@
 
 ``structural_hash`` covers what the fold depends on: the ids of the declared steps, the tools bound to them,
 their idempotency and transaction declarations, whether a retry takes a fresh key, and the step families. The
-order of ``steps=``, names of functions, formatting and the flow's version are no part of it.
+order of ``steps=``, names of functions, formatting and the flow's version are no part of it. ``legacy_hash`` is a
+32-bit one of the same text: logs that recorded it are compared by it, and nothing new is.
 ``body_fingerprint`` covers a body's syntax tree, in a form that is equal on every supported Python.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 PREFIX = "sha256:"
+LEGACY_PREFIX = "fnv1a:"
 
 # Positions, annotations and decorators do not change what a body does; empty fields are written by some
 # Python versions and left out by others.
@@ -26,9 +28,20 @@ _IGNORED_FIELDS = frozenset(
 
 def structural_hash(steps: Iterable[Mapping[str, Any]], families: Iterable[str]) -> str:
     """Return ``sha256:<hex>`` over the declared graph; the order in which it is given does not matter."""
+    return PREFIX + hashlib.sha256(_canonical(steps, families)).hexdigest()
+
+
+def legacy_hash(steps: Iterable[Mapping[str, Any]], families: Iterable[str]) -> str:
+    """Return ``fnv1a:<8 hex digits>``, the 32-bit FNV-1a of what :func:`structural_hash` covers."""
+    value = 0x811C9DC5
+    for byte in _canonical(steps, families):
+        value = (value ^ byte) * 0x01000193 & 0xFFFFFFFF
+    return f"{LEGACY_PREFIX}{value:08x}"
+
+
+def _canonical(steps: Iterable[Mapping[str, Any]], families: Iterable[str]) -> bytes:
     graph = {"families": sorted(families), "steps": sorted((dict(step) for step in steps), key=_by_id)}
-    text = json.dumps(graph, sort_keys=True, separators=(",", ":"))
-    return PREFIX + hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(graph, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _by_id(step: Mapping[str, Any]) -> str:
@@ -51,6 +64,8 @@ def body_fingerprint(source: str) -> str:
 
 
 def _dump(node: Any) -> str:
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends a format spec in an empty text; others do not
+        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
     if isinstance(node, ast.AST):
         fields = [
             f"{name}={_dump(value)}"
@@ -59,8 +74,7 @@ def _dump(node: Any) -> str:
         ]
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):
-        statements = _without_docstring(node)
-        return "[" + ",".join(_dump(item) for item in statements) + "]"
+        return "[" + ",".join(_dump(item) for item in _without_docstring(node)) + "]"
     return repr(node)
 
 

@@ -143,6 +143,9 @@ class ExecutionState:
     input: Any = None
     flow_hash: str = ""
     code_hash: str = ""
+    graph: Mapping[str, Any] | None = (
+        None  # the declared steps, as the start or the newest move recorded them
+    )
     options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     frames: Mapping[str, Frame] = field(default_factory=lambda: MappingProxyType({}))
     waits: Mapping[str, Wait] = field(default_factory=lambda: MappingProxyType({}))
