@@ -438,9 +438,8 @@ class Flow(Generic[P, R_co]):
 
     def in_family(self, step_id: str) -> bool:
         """Tell whether an id belongs to a declared step or family: ``base#suffix``, or ``/regex/``."""
-        base = step_id.split("#", 1)[0]
-        return base in self.steps or any(
-            _family_admits(family, step_id, base) for family in self.step_families
+        return structure.base_of(step_id) in self.steps or any(
+            structure.family_admits(family, step_id) for family in self.step_families
         )
 
     def __repr__(self) -> str:
@@ -450,12 +449,6 @@ class Flow(Generic[P, R_co]):
 def _texts(given: str | Iterable[str]) -> tuple[str, ...]:
     """Several texts; one that stands alone is one, not its letters."""
     return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _family_admits(family: str, step_id: str, base: str) -> bool:
-    if len(family) > 2 and family.startswith("/") and family.endswith("/"):
-        return re.match(family[1:-1], step_id) is not None
-    return base == family
 
 
 def _check_flow(flow_: Flow[..., Any]) -> None:
@@ -478,7 +471,7 @@ def _check_flow(flow_: Flow[..., Any]) -> None:
         if not isinstance(family, str):
             refuse(f"lists {shown(family)} in step_families=; a family is the text of a base, or /regex/")
         try:
-            _family_admits(family, "", "")
+            structure.family_admits(family, "")
         except (re.error, RecursionError, OverflowError) as exc:
             refuse(f"lists {shown(family)} in step_families=, which is no regular expression: {exc}")
     if flow_.deadline is not None:

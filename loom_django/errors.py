@@ -568,6 +568,13 @@ class FlowCodeMismatchError(LoomError):
         self.recorded = recorded
         self.registered = registered
         self.differences = tuple(differences)
+        if kind == "replay-check":
+            super().__init__(
+                f'execution "{execution_id}" cannot go on from {recorded} with {registered}: '
+                f"{'; '.join(self.differences)}. Declare what is missing (step_families= admits ids that are made "
+                'while a flow runs), or vouch for the move with strategy="operator-ack".'
+            )
+            return
         changed = f" ({'; '.join(self.differences)})" if self.differences else ""
         super().__init__(
             f'execution "{execution_id}" was recorded with {kind} {recorded}, the registered flow has '

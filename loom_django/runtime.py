@@ -14,7 +14,7 @@ from asgiref.sync import sync_to_async
 
 from loom_django import conf, definitions
 from loom_django.definitions import Flow, registry
-from loom_django.engine import answers, forks
+from loom_django.engine import answers, forks, moves
 from loom_django.engine.answers import MISSING, Resolution
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.drive import in_body
@@ -35,7 +35,7 @@ from loom_django.errors import (
 from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import Event
-from loom_django.kernel.fold import fold
+from loom_django.kernel.fold import Fold, fold
 from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
 from loom_django.services import schedules
 from loom_django.services.dispatch import (
@@ -447,6 +447,89 @@ class Loom:
         )
         return self._handed_on(appended, ticket)
 
+    def resume_as(
+        self,
+        execution_id: str,
+        /,
+        flow: str | Flow[..., Any],
+        *,
+        version: int | None = None,
+        event_type: str | None = None,
+        payload: Any = None,
+        strategy: moves.Strategy = "replay-check",
+        correlation_key: str | None = None,
+        fence_if_parked_at: int | None = None,
+        principal: Any = None,
+        reason: str = "",
+    ) -> Handle[Any]:
+        """Move an execution to other code and answer its park, in one append: EXECUTION_MIGRATED and
+        EXECUTION_RESUMED. From then on it is held to the target's hash and fingerprint.
+
+        Without ``event_type`` it is moved and not answered. That is how an execution is moved that sleeps, or
+        waits for a message, a child, a verdict or a fix; and one that is to be run and that nobody holds.
+
+        Args:
+            flow: the target: a Flow, or an id: then that ``version``, or else the one that new starts get.
+            strategy: ``"replay-check"`` proves that the target declares every recorded step, by itself or
+                through a family, and that it gets its arguments; ``"operator-ack"`` takes your word for it.
+            fence_if_parked_at: the park that was looked at; if it is over, nothing is written.
+
+        Raises:
+            ExecutionNotFoundError: no such execution. FlowNotFoundError: the target is not registered here.
+            FlowCodeMismatchError: (``kind`` "replay-check") the target does not declare what the log holds;
+                :meth:`replay_check` tells the same beforehand.
+            ResumeRefusedError: it is over, runs, or does not wait for this answer. Nothing was written.
+            ResumeContendedError, OpenTransactionError: as for :meth:`resume`.
+        """
+        self.store.check_caller("loom.resume_as", answers=True)
+        _check_id(execution_id)
+        moves.check_strategy(strategy)
+        target = self._move_target(flow, version)
+        if event_type is not None:
+            keys.check_id(event_type, "event_type")
+        elif payload is not None or correlation_key is not None:
+            raise InvalidInputError("payload= and correlation_key= belong to an answer: give event_type= too")
+        if correlation_key is not None:
+            keys.check_id(correlation_key, "correlation_key")
+        if fence_if_parked_at is not None:
+            keys.check_whole(fence_if_parked_at, "fence_if_parked_at", 0, _BIGGEST)
+        keys.check_text(reason, "reason", MAX_REASON)
+        principal = _checked_principal(principal)
+        ticket = self.dispatcher.ticket()
+        appended = answers.move(
+            self.engine,
+            execution_id,
+            target,
+            event_type=event_type,
+            payload=payload,
+            correlation_key=correlation_key,
+            strategy=strategy,
+            principal=principal,
+            reason=reason,
+            fence_if_parked_at=fence_if_parked_at,
+            ownership=ticket.ownership,
+        )
+        if event_type is not None:
+            return self._handed_on(appended, ticket)
+        self._deliver_after_commit(execution_id)  # what has come meanwhile could not be taken by the old code
+        return Handle(self, execution_id, target.id)
+
+    def replay_check(
+        self, execution_id: str, /, flow: str | Flow[..., Any], *, version: int | None = None
+    ) -> moves.MoveReport:
+        """What :meth:`resume_as` would be told by its replay check, and the park that it would answer.
+
+        Raises:
+            ExecutionNotFoundError: no such execution. FlowNotFoundError: the target is not registered here.
+        """
+        return moves.report(Fold(self.state(execution_id)), self._move_target(flow, version))
+
+    def _move_target(self, flow: object, version: int | None) -> Flow[..., Any]:
+        if version is not None:
+            keys.check_whole(version, "version", 1, definitions.MAX_INT)
+        given = flow if isinstance(flow, Flow) else keys.check_id(flow, "flow id")
+        return moves.target(registry, given, version)
+
     def retry_error(self, execution_id: str, /, *, principal: Any = None, reason: str = "") -> Handle[Any]:
         """Run an execution again that is parked on an error of its body (``on_error="park"``).
 
@@ -727,6 +810,18 @@ class Loom:
     ) -> Handle[Any]:
         """:meth:`resolve`, awaited."""
         return await sync_to_async(self.resolve)(execution_id, step_id, resolution, **options)
+
+    async def aresume_as(
+        self, execution_id: str, /, flow: str | Flow[..., Any], **options: Any
+    ) -> Handle[Any]:
+        """:meth:`resume_as`, awaited."""
+        return await sync_to_async(self.resume_as)(execution_id, flow, **options)
+
+    async def areplay_check(
+        self, execution_id: str, /, flow: str | Flow[..., Any], *, version: int | None = None
+    ) -> moves.MoveReport:
+        """:meth:`replay_check`, awaited."""
+        return await sync_to_async(self.replay_check)(execution_id, flow, version=version)
 
     async def aretry_error(self, execution_id: str, /, **options: Any) -> Handle[Any]:
         """:meth:`retry_error`, awaited."""

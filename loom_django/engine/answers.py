@@ -7,10 +7,12 @@ refuses it, and says who answered and when.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, NoReturn, get_args
 
-from loom_django.engine import children, doubt, kept
+from loom_django.definitions import Flow
+from loom_django.engine import children, doubt, kept, moves
 from loom_django.engine.body import message_fields
 from loom_django.engine.code import flow_for, target_of
 from loom_django.engine.core import Engine, from_micros, to_micros
@@ -45,7 +47,7 @@ from loom_django.kernel.state import (
     Wait,
     is_reserved,
 )
-from loom_django.stores.base import NOBODY, Changed, Ownership
+from loom_django.stores.base import NOBODY, Changed, Ownership, TimerRow
 
 Resolution = Literal["completed-with-result", "retry-fresh", "fail"]
 RESOLUTIONS: Final = get_args(Resolution)
@@ -221,18 +223,7 @@ def _migrate(engine: Engine, journal: Journal, principal: str | None) -> None:
         target = target_of(engine, fold)
         if target is None:
             raise
-        fields = {
-            "strategy": "operator-ack",
-            "from_version": fold.version,
-            "from_hash": fold.flow_hash,
-            "from_code": fold.code_hash or None,
-            "to_flow": target.id,
-            "to_version": target.version,
-            "to_hash": target.flow_hash,
-            "to_code": target.code_hash,
-            "principal": principal,
-        }
-        journal.record(Kind.EXECUTION_MIGRATED, fields)
+        moves.record(journal, target, "operator-ack", principal)
 
 
 def _answer(
@@ -315,6 +306,147 @@ def _answered_before(fold: Fold, event_type: str) -> str:
     last = answered[-1]
     who = f" by {last.answered_by}" if last.answered_by else ""
     return f"{event_type!r} was {last.status.value}{who} at {from_micros(last.answered_at).isoformat()}"
+
+
+# Moves to other code.
+
+
+class _BegunMeanwhile(Exception):
+    """A parked execution was answered between the look and the append."""
+
+
+class _ParkedMeanwhile(Exception):
+    """An execution that was to be run has parked between the look and the append."""
+
+
+def move(
+    engine: Engine,
+    execution_id: str,
+    target: Flow[..., Any],
+    *,
+    event_type: str | None = None,
+    payload: Any = None,
+    correlation_key: str | None = None,
+    strategy: moves.Strategy = "replay-check",
+    principal: Any = None,
+    reason: str = "",
+    fence_if_parked_at: int | None = None,
+    judge: Judge | None = None,
+    ownership: Ownership,
+) -> Appended:
+    """Re-point an execution to other code, and with ``event_type`` answer its park in the same append.
+
+    Without an answer it stays parked on what it waits for; and one that nobody holds though it is to be run,
+    since no node has its code, can be moved too.
+
+    Raises:
+        ResumeRefusedError: it is over or held, or nothing waits for the answer. Nothing was written.
+        ResumeContendedError: others were first every time.
+        FlowCodeMismatchError: (``kind`` "replay-check") the log holds what the target does not declare.
+    """
+    made = _Move(
+        engine,
+        execution_id,
+        target,
+        strategy=strategy,
+        answer=None if event_type is None else (event_type, _encoded(engine, payload, "payload")),
+        correlation_key=correlation_key,
+        principal=principal_name(principal),
+        reason=reason,
+        park_sequence=fence_if_parked_at,
+        judge=judge,
+        ownership=ownership,
+    )
+    return made.land()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Move:
+    engine: Engine = field(kw_only=False)
+    execution_id: str = field(kw_only=False)
+    target: Flow[..., Any] = field(kw_only=False)
+    strategy: moves.Strategy
+    answer: tuple[str, Encoded] | None
+    correlation_key: str | None
+    principal: str | None
+    reason: str
+    park_sequence: int | None
+    judge: Judge | None
+    ownership: Ownership
+
+    def land(self) -> Appended:
+        for _ in range(ATTEMPTS):
+            try:
+                if self._is_to_be_run():
+                    return append_note(self.engine, self.execution_id, self._of_idle, unchanged=True)
+                fences = self.park_sequence is not None
+                return answer_park(self.engine, self.execution_id, self._of_parked, fences=fences)
+            except (_BegunMeanwhile, _ParkedMeanwhile):
+                continue
+            except _BodyRuns:
+                detail = "It stands before a gate: move it without event_type=, then open the gate."
+                raise ResumeRefusedError(self.execution_id, "no-such-wait", detail) from None
+        raise ResumeContendedError(self.execution_id, ATTEMPTS)
+
+    def _is_to_be_run(self) -> bool:
+        if self.answer is not None or self.park_sequence is not None:
+            return False
+        return self.engine.store.status(self.execution_id) in (Status.PENDING, Status.RUNNING)
+
+    def _of_parked(self, journal: Journal) -> Landing:
+        fold = journal.fold
+        if (
+            self.answer is None
+            and self.park_sequence is None
+            and fold.status in (Status.PENDING, Status.RUNNING)
+        ):
+            raise _BegunMeanwhile
+        event_type = self.answer[0] if self.answer is not None else None
+        _check_parked(self.engine, fold, event_type, self.correlation_key, self.park_sequence)
+        if self.answer is None:
+            self._record(journal)
+            # Wakes that were put off, since no node had the code, are due again.
+            wakes = {wait.wake_at for wait in fold.pending_waits() if wait.wake_at is not None}
+            rows = (TimerRow(self.execution_id, from_micros(wake)) for wake in sorted(wakes))
+            return Landing(timers=tuple(rows))
+        name, text = self.answer
+        wait = _pending_wait(fold, name, self.correlation_key)
+        self._record(journal)
+        return _answer(journal, wait, name, text, self.principal, self.reason, self.ownership)
+
+    def _of_idle(self, journal: Journal) -> Landing:
+        fold = journal.fold
+        if fold.status == Status.SUSPENDED:
+            raise _ParkedMeanwhile
+        if fold.status in TERMINAL_STATUSES:
+            raise ResumeRefusedError(self.execution_id, "terminal")
+        if (holder := self.engine.store.held(self.execution_id)) is not None:
+            detail = f"{holder.owner or 'A process'} holds it: wait until it has parked, or recover it first."
+            raise ResumeRefusedError(self.execution_id, "not-suspended", detail)
+        self._record(journal)
+        return Landing()
+
+    def _record(self, journal: Journal) -> None:
+        _judged(journal, self.judge)
+        if self.strategy == "replay-check":
+            moves.report(journal.fold, self.target).check()
+        moves.record(journal, self.target, self.strategy, self.principal, self.reason)
+
+
+def _check_parked(
+    engine: Engine, fold: Fold, event_type: str | None, correlation_key: str | None, park_sequence: int | None
+) -> None:
+    """Refuse to move what is not parked, or not where the caller has seen it."""
+    if fold.status in TERMINAL_STATUSES:
+        raise ResumeRefusedError(fold.execution_id, "terminal")
+    if park_sequence is not None and event_type is not None:
+        _asked_at(engine, fold, park_sequence, event_type, correlation_key)
+    elif park_sequence is not None and park_sequence != fold.park_sequence:
+        now = f"it is parked at {fold.park_sequence} now" if fold.park_sequence else "it is not parked now"
+        raise ResumeRefusedError(fold.execution_id, "not-suspended", f"{now}, not at {park_sequence}")
+    if fold.status != Status.SUSPENDED:
+        detail = "It can be moved when it has parked, or when nobody holds it and no answer is given."
+        raise ResumeRefusedError(fold.execution_id, "not-suspended", detail)
 
 
 # Verdicts.
@@ -620,10 +752,6 @@ def expire(engine: Engine, execution_id: str) -> Appended:
         return Landing(NOBODY, timers_off=None)
 
     return _end(engine, execution_id, record)
-
-
-class _BegunMeanwhile(Exception):
-    """A parked execution was answered between the look and the append."""
 
 
 def _end(engine: Engine, execution_id: str, record: Callable[[Journal], Landing | None]) -> Appended:

@@ -6,7 +6,6 @@ fingerprint, where both sides have one, must be the recorded one or be listed as
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -74,7 +73,7 @@ def flow_for(engine: Engine, fold: Fold) -> Flow[..., Any]:
         raise FlowCodeMismatchError(fold.execution_id, "flow", fold.flow_id, _NO_FLOW)
     if judged.mismatch:
         before, now = _sides(judged.mismatch, recorded, judged.flow)
-        differences = explain(judged, recorded, fold)
+        differences = explain(judged, fold)
         raise FlowCodeMismatchError(fold.execution_id, judged.mismatch, before, now, differences)
     return judged.flow
 
@@ -90,7 +89,7 @@ def graph_of(flow: Flow[..., Any]) -> Encoded | None:
     return None if flow.outline is None else Encoded(flow.outline)
 
 
-def explain(judged: Judged, recorded: Recorded, fold: Fold) -> list[str]:
+def explain(judged: Judged, fold: Fold) -> list[str]:
     """What was changed since an execution was recorded, in words."""
     flow = judged.flow
     if flow is None or judged.mismatch == "flow":
@@ -102,15 +101,13 @@ def explain(judged: Judged, recorded: Recorded, fold: Fold) -> list[str]:
             "the flow's body was changed; if it asks for what the log holds, list the recorded fingerprint in "
             "compatible_with="
         ]
-    return changes(recorded.flow_hash, fold.graph, fold, flow)
+    return changes(fold, flow)
 
 
-def changes(
-    recorded_hash: str, graph: Mapping[str, Any] | None, fold: Fold, flow: Flow[..., Any]
-) -> list[str]:
-    """What a flow declares differently from a recorded graph; without one, from the steps that were begun."""
+def changes(fold: Fold, flow: Flow[..., Any]) -> list[str]:
+    """What a flow declares differently from a log's graph; where none was recorded, from the steps begun."""
     facts = flow.step_facts()
-    if graph is not None:
+    if (graph := fold.graph) is not None:
         families = graph.get("families", ())
         return structure.differences(
             structure.steps_of(graph), facts, old_families=families, new_families=flow.step_families
@@ -124,7 +121,7 @@ def _begun(fold: Fold, flow: Flow[..., Any]) -> dict[str, dict[str, Any]]:
     """What a log without a graph tells of the steps that it was declared with: those that were begun."""
     begun = {}
     for frame in fold.frames.values():
-        base = frame.step_id.split("#", 1)[0]
+        base = structure.base_of(frame.step_id)
         if base in flow.steps or not flow.in_family(frame.step_id):
             begun[base] = {"id": base, "tool": frame.tool, "idempotent": frame.idempotent}
     return begun

@@ -20,7 +20,7 @@ from loom_django.engine.journal import LOST, Journal
 from loom_django.errors import ExecutionNotFoundError, ResumeContendedError, StaleFenceError
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
-from loom_django.stores.base import KEEP, Changed, Loaded, Ownership, Stale
+from loom_django.stores.base import KEEP, Changed, Loaded, Ownership, Stale, TimerRow
 
 # How often somebody else may be first.
 ATTEMPTS: Final = 3
@@ -34,6 +34,7 @@ class Landing:
     """What belongs to the recorded facts; see :class:`~loom_django.stores.base.Commit`."""
 
     ownership: Ownership = KEEP
+    timers: tuple[TimerRow, ...] = ()
     timers_off: tuple[datetime, ...] | None = ()
     messages: tuple[int, ...] = ()
 
@@ -127,6 +128,7 @@ class _Answer:
             try:
                 events = journal.land(
                     ownership=landing.ownership,
+                    timers=landing.timers,
                     timers_off=landing.timers_off,
                     messages=landing.messages,
                     pass_notes=False,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -57,6 +58,18 @@ def _step(step_id: str, marks: str) -> dict[str, Any]:
         "transactional": "t" in flags,
         "fresh_key": "f" in flags,
     }
+
+
+def base_of(step_id: str) -> str:
+    """What stands before the ``#`` of an id that was made while a body ran."""
+    return step_id.split("#", 1)[0]
+
+
+def family_admits(family: str, step_id: str) -> bool:
+    """Tell whether an id belongs to a family: ``base#suffix`` of its base, or what its ``/regex/`` matches."""
+    if len(family) > 2 and family.startswith("/") and family.endswith("/"):
+        return re.match(family[1:-1], step_id) is not None
+    return base_of(step_id) == family
 
 
 def differences(

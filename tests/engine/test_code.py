@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 
 from loom_django import EffectInDoubt, FlowContext, StepContext, definitions, flow, tool
+from loom_django.engine import moves
 from loom_django.engine.doubt import park_fields
 from loom_django.engine.journal import Journal
-from loom_django.errors import FlowCodeMismatchError
+from loom_django.errors import (
+    FlowCodeMismatchError,
+    FlowNotFoundError,
+    InvalidInputError,
+    ResumeRefusedError,
+)
 from loom_django.kernel import hashing
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.state import Status, Wait
+from loom_django.kernel.state import Frame, FrameStatus, Status, Wait
 from loom_django.stores.base import NOBODY, NewExecution
 from tests.engine.conftest import World
 
@@ -246,3 +252,268 @@ def test_what_the_caller_vouches_for_is_moved_durably(world: World) -> None:
     assert (state.flow_hash, state.version) == (new.flow_hash, 2)
     world.loom.resume(handle.id, event_type="Again")
     assert handle.result() == "new"
+
+
+# Moves to other code.
+
+
+def renamed(world: World, flow_id: str, **declared: Any) -> tuple[Any, Any]:
+    """An execution parked behind a step of version 1, and version 2, which stands alone and has one more."""
+
+    @tool
+    def more(ctx: StepContext) -> str:
+        return "more"
+
+    @flow(flow_id, steps=[effect])
+    def old(ctx: FlowContext, name: str = "n") -> str:
+        ctx.run(effect)
+        ctx.suspend("Go")
+        return "old"
+
+    handle = old.start()
+    definitions.registry.forget(flow_id)
+
+    @flow(flow_id, **{"version": 2, "steps": [effect, more], **declared})
+    def new(ctx: FlowContext, name: str = "n") -> Any:
+        ctx.run_step("effect")
+        answer = ctx.suspend("Go")
+        ctx.suspend("Again")
+        return [answer, ctx.run(more)]
+
+    return handle, new
+
+
+def test_a_move_answers_in_one_append_and_is_judged_by_the_new_code(world: World) -> None:
+    """MIGRATED and RESUMED; hash, version and fingerprint are the target's from then on."""
+    handle, new = renamed(world, "move.a", code_fingerprint="two")
+    report = world.loom.replay_check(handle.id, "move.a")
+    assert (report.ok, report.frames, report.differences) == (True, 1, ("step 'more' is new",))
+    before = len(world.kinds(handle.id))
+    world.loom.resume_as(
+        handle.id,
+        "move.a",
+        event_type="Go",
+        payload=7,
+        fence_if_parked_at=report.park_sequence,
+        principal="anna",
+        reason="release 2",
+    )
+    migrated, resumed, *_ = world.loom.history(handle.id, after=before)
+    assert [migrated.kind, resumed.kind] == ["EXECUTION_MIGRATED", "EXECUTION_RESUMED"]
+    assert migrated.writer == resumed.writer
+    recorded = {
+        name: migrated.data[name] for name in ("strategy", "from_version", "to_code", "principal", "reason")
+    }
+    assert list(recorded.values()) == ["replay-check", 1, "two", "anna", "release 2"]
+    state = world.state(handle)
+    assert (state.version, state.flow_hash, state.code_hash) == (2, new.flow_hash, "two")
+    assert state.graph == {"steps": {"effect": "", "more": ""}}
+    definitions.registry.forget("move.a")
+    flow("move.a", version=2, steps=new.steps.values(), code_fingerprint="three")(new.func)
+    with pytest.raises(FlowCodeMismatchError) as refused:
+        world.loom.resume(handle.id, event_type="Again")
+    assert (refused.value.kind, refused.value.recorded) == ("code", "two")
+    definitions.registry.forget("move.a")
+    flow("move.a", version=2, steps=new.steps.values(), code_fingerprint="two")(new.func)
+    world.loom.resume(handle.id, event_type="Again")
+    assert handle.result() == [7, "more"]
+
+
+def test_a_replay_check_tells_what_the_target_does_not_declare(world: World) -> None:
+    """A family once, with its count; what base or pattern admits passes; nothing is written when refused."""
+
+    def loop(ctx: FlowContext, must: int) -> None:
+        for n in range(3):
+            ctx.run(effect.keyed(n))
+        ctx.run(named)
+        ctx.suspend("Go")
+
+    named = effect.named("tool.search")
+    handle = flow("move.b", steps=[effect, named])(loop).start(1)
+
+    def without(ctx: FlowContext, other: int) -> None:
+        """It declares less, and needs more."""
+
+    def same(ctx: FlowContext, must: int) -> None:
+        """It declares families."""
+
+    flow("move.b", version=2, steps=[effect])(without)
+    flow("move.b", version=3, steps=[effect], step_families=["/tool[.]/"])(same)
+    flow("move.b", version=4, step_families=["effect", "tool.search"])(same)
+    flow("move.b", version=5)(same)
+    reports = [world.loom.replay_check(handle.id, "move.b", version=n) for n in (2, 3, 4, 5)]
+    assert [report.ok for report in reports] == [False, True, True, False]
+    assert (reports[0].vanished, reports[0].unbound) == ((("tool.search", 1),), ("other",))
+    assert reports[3].vanished == (("effect", 3), ("tool.search", 1))
+    before = world.kinds(handle.id)
+    for event_type in ("Go", None):
+        with pytest.raises(FlowCodeMismatchError, match="step 'effect' \\(3 recorded steps\\)") as refused:
+            world.loom.resume_as(handle.id, "move.b", version=5, event_type=event_type)
+        assert refused.value.kind == "replay-check"
+    assert world.kinds(handle.id) == before
+    world.loom.resume_as(handle.id, "move.b", version=5, event_type="Go", strategy="operator-ack")
+    assert handle.status == Status.COMPLETED
+
+
+def test_a_vanished_family_is_told_under_the_name_that_it_was_recorded_under(world: World) -> None:
+    """A pattern's ids have no base in common."""
+
+    @flow("move.c", step_families=["/x[.]/"])
+    def many(ctx: FlowContext) -> None:
+        ctx.suspend("Go")
+
+    @flow("move.c", version=2)
+    def none(ctx: FlowContext) -> None:
+        """It declares nothing."""
+
+    handle = many.start()
+    fold = Fold(world.state(handle))
+    for name in ("x.one", "x.two"):
+        fold.frames[name] = Frame(name, "x", FrameStatus.COMPLETED)
+    assert moves.report(fold, none).vanished == (("/x[.]/", 2),)
+
+
+def test_a_flow_of_another_id_can_be_the_target(world: World) -> None:
+    """The row goes by the new id, so that nodes which know it take the execution."""
+    handle = parked("move.from", steps=[effect]).start()
+    target = parked("move.to", version=3, steps=[effect])
+    world.loom.resume_as(handle.id, target, event_type="Go")
+    assert world.state(handle).flow_id == "move.to"
+    assert handle.result() == "by version 3"
+
+
+def test_what_sleeps_is_moved_without_an_answer_and_wakes_in_time(world: World) -> None:
+    """A wake that was refused and put off is due again at once; the wait is what it was."""
+
+    def sleeps(ctx: FlowContext) -> str:
+        ctx.sleep(60)
+        return "awake"
+
+    flow_id = "move.sleeps"
+    handle = flow(flow_id, steps=[effect])(sleeps).start()
+    definitions.registry.forget(flow_id)
+    flow(flow_id, version=2)(sleeps)
+    world.advance(timedelta(seconds=61))
+    assert handle.status == Status.SUSPENDED
+    with pytest.raises(ResumeRefusedError) as refused:
+        world.loom.resume_as(handle.id, flow_id, event_type="__loom_timer__")
+    assert refused.value.reason == "reserved-wait"
+    world.loom.resume_as(handle.id, flow_id)
+    assert world.kinds(handle.id)[-1] == "EXECUTION_MIGRATED"
+    assert handle.status == Status.SUSPENDED
+    world.advance(timedelta(seconds=1))
+    assert handle.result() == "awake"
+
+
+def test_what_came_for_the_old_code_is_delivered_after_the_move(world: World) -> None:
+    """A message that nobody could take, and an effect in doubt whose verdict nobody could give."""
+
+    @tool(idempotent=False)
+    def wire(ctx: StepContext) -> None:
+        raise EffectInDoubt("the line went dead")
+
+    def body(ctx: FlowContext) -> Any:
+        news = ctx.receive("news")
+        return [news, ctx.run(wire)]
+
+    handle = flow("move.news", steps=[effect, wire])(body).start()
+    definitions.registry.forget("move.news")
+    flow("move.news", version=2, steps=[wire])(body)
+    world.loom.send(handle.id, "news", "here")
+    world.loom.resume_as(handle.id, "move.news")
+    assert world.kinds(handle.id)[-1] == "EXECUTION_SUSPENDED"
+    definitions.registry.forget("move.news")
+    flow("move.news", version=3, steps=[wire, effect])(body)
+    world.loom.resume_as(handle.id, "move.news")
+    world.loom.resolve(handle.id, "wire", "completed-with-result", output="tx")
+    assert handle.result() == ["here", "tx"]
+
+
+def test_what_is_to_be_run_is_moved_while_nobody_holds_it(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """A crash before the deploy must not strand it; a holder is not robbed."""
+
+    def body(ctx: FlowContext) -> str:
+        return ctx.run(effect)
+
+    crash_at("effect", "before-effect")
+    handle = flow("move.ready", steps=[effect])(body).start()
+    definitions.registry.forget("move.ready")
+    flow("move.ready", version=2, steps=[effect], step_families=["more"])(body)
+    with pytest.raises(ResumeRefusedError, match="holds it"):
+        world.loom.resume_as(handle.id, "move.ready")
+    world.shift(timedelta(hours=2))
+    assert world.recover().failed == 1  # handed back, and put off
+    with pytest.raises(ResumeRefusedError) as refused:
+        world.loom.resume_as(handle.id, "move.ready", fence_if_parked_at=3)
+    assert refused.value.reason == "not-suspended"
+    world.loom.resume_as(handle.id, "move.ready")
+    assert handle.status == Status.RUNNING
+    world.shift(timedelta(hours=1))
+    world.recover()
+    assert handle.result() == "done"
+
+
+def test_a_move_is_refused_where_the_park_is_another_one(world: World) -> None:
+    """An answered park, an ended execution, an unknown target, an answer without a name: nothing is written."""
+    handle, _ = renamed(world, "move.refused")
+    park = world.loom.parked_at_sequence(handle.id)
+    world.loom.resume_as(handle.id, "move.refused", event_type="Go", fence_if_parked_at=park)
+    before = world.kinds(handle.id)
+    stale: list[dict[str, Any]] = [{"event_type": "Go"}, {}]
+    for given in stale:
+        with pytest.raises(ResumeRefusedError) as refused:
+            world.loom.resume_as(handle.id, "move.refused", fence_if_parked_at=park, **given)
+        assert refused.value.reason == "not-suspended"
+    with pytest.raises(FlowNotFoundError):
+        world.loom.resume_as(handle.id, "move.refused", version=9)
+    with pytest.raises(InvalidInputError, match="operator-ack"):
+        world.loom.resume_as(handle.id, "move.refused", strategy="hope")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="event_type"):
+        world.loom.resume_as(handle.id, "move.refused", payload=1)
+    assert world.kinds(handle.id) == before
+    world.loom.cancel(handle.id)
+    with pytest.raises(ResumeRefusedError) as refused:
+        world.loom.resume_as(handle.id, "move.refused")
+    assert refused.value.reason == "terminal"
+
+
+def test_a_move_before_a_gate_leaves_the_gate_to_its_own_act(world: World) -> None:
+    """The execution is moved as it stands, and set going by the act that is for it."""
+    broken = [True]
+
+    def body(ctx: FlowContext) -> str:
+        if broken:
+            raise LookupError("a bug")
+        return "fixed"
+
+    handle = flow("move.gate", steps=[effect], on_error="park")(body).start()
+    definitions.registry.forget("move.gate")
+    flow("move.gate", version=2, on_error="park")(body)
+    broken.clear()
+    with pytest.raises(FlowCodeMismatchError):
+        world.loom.retry_error(handle.id)
+    world.loom.resume_as(handle.id, "move.gate", reason="the bug is fixed")
+    world.loom.retry_error(handle.id)
+    assert handle.result() == "fixed"
+
+
+def test_a_wait_behind_a_gate_is_not_answered_by_a_move(world: World) -> None:
+    """It is pending, and the park does not hold it: the gate is to be opened first."""
+
+    def first(ctx: FlowContext) -> None:
+        ctx.suspend("A")
+        raise LookupError("a bug")
+
+    @flow("move.behind", on_error="park")
+    def body(ctx: FlowContext) -> None:
+        ctx.parallel({"a": first, "b": lambda ctx: ctx.suspend("B")})
+
+    handle = body.start()
+    world.loom.resume(handle.id, event_type="A")
+    assert world.state(handle).reason == "error"
+    before = world.kinds(handle.id)
+    with pytest.raises(ResumeRefusedError, match="stands before a gate"):
+        world.loom.resume_as(handle.id, body, event_type="B")
+    assert world.kinds(handle.id) == before
