@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 from django.db import Error, connections
 from django.db.transaction import Atomic, TransactionManagementError
+
+# libpq's PQTRANS_INTRANS and PQTRANS_INERROR.
+_OPEN: Final = (2, 3)
 
 
 def open_transaction(connection: Any) -> bool:
@@ -38,7 +41,7 @@ def begun_by_hand(connection: Any) -> bool:
         return False
     if connection.vendor == "sqlite":
         return bool(driver.in_transaction)
-    return driver.info.transaction_status.name in ("INTRANS", "INERROR")
+    return driver.pgconn.transaction_status in _OPEN
 
 
 def leave_transaction(connection: Any) -> bool:
@@ -65,6 +68,11 @@ def leave_transaction(connection: Any) -> bool:
 def in_testcase(connection: Any) -> bool:
     """True where the connection lives in a TestCase's transaction."""
     return any(_is_testcase(block) for block in connection.atomic_blocks)
+
+
+def has_testcases() -> bool:
+    """True if a TestCase can have opened a transaction in this process."""
+    return "django.test.testcases" in sys.modules
 
 
 def in_test_run() -> bool:

@@ -86,6 +86,7 @@ class Tool(Generic[P, R_co]):
         self.__module__ = getattr(func, "__module__", __name__)
         _check_tool(self)
         self.signature = _signature(func, "StepContext", tool=self.name)
+        self._places = _places(self.signature)
 
     if not TYPE_CHECKING:  # so that a type checker says "not callable", and a running program says what to do
 
@@ -109,6 +110,15 @@ class Tool(Generic[P, R_co]):
         changed.step_id = keys.check_step_name(step_id)
         changed.is_keyed = False
         return changed
+
+    def check_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments that do not fit the signature.
+
+        Raises:
+            TypeError: they do not.
+        """
+        if kwargs or not args or len(args) != len(self._places):
+            self.signature.bind(*args, **kwargs)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Step[R_co]:
         """The tool with its arguments, as one value."""
@@ -208,6 +218,13 @@ def _signature(
             kind = "async def" if wanted.startswith("Async") else "plain def"
             raise DefinitionError(flow_id, f"is a {kind}, so its ctx is a {wanted}, not a {annotated}")
     return signature.replace(parameters=parameters[1:])
+
+
+def _places(signature: inspect.Signature) -> tuple[str, ...]:
+    """The names of the parameters if all of them can be given by their place, which needs no ``bind``; else none."""
+    parameters = signature.parameters.values()
+    by_place = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+    return tuple(one.name for one in parameters) if by_place else ()
 
 
 _CONTEXTS = ("StepContext", "FlowContext", "AsyncFlowContext")
@@ -349,6 +366,7 @@ class Flow(Generic[P, R_co]):
         _check_flow(self)
         self.steps = _declared_steps(self, declared["steps"])
         self.signature = _signature(func, "FlowContext", flow_id=self.id)
+        self._places = _places(self.signature)
         self.options = Options()
         facts = self.step_facts()
         self.flow_hash = hashing.structural_hash(facts, self.step_families)
@@ -408,6 +426,8 @@ class Flow(Generic[P, R_co]):
         Raises:
             InvalidInputError: they do not fit.
         """
+        if args and not kwargs and len(args) == len(self._places):
+            return dict(zip(self._places, args, strict=True))
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as exc:
@@ -417,6 +437,8 @@ class Flow(Generic[P, R_co]):
 
     def unbind(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The recorded input as arguments. A parameter that is new since then takes its default."""
+        if self._places and all(name in given for name in self._places):
+            return tuple(given[name] for name in self._places), {}
         known = {name: value for name, value in given.items() if name in self.signature.parameters}
         bound = inspect.BoundArguments(self.signature, OrderedDict(known))
         bound.apply_defaults()

@@ -227,7 +227,9 @@ def set_apart(executor: Executor) -> None:
 
 def in_testcase() -> bool:
     """True in a thread one of whose connections lives in a TestCase's transaction."""
-    return any(compat.in_testcase(connection) for connection in connections.all(initialized_only=True))
+    return compat.has_testcases() and any(
+        compat.in_testcase(connection) for connection in connections.all(initialized_only=True)
+    )
 
 
 class Here(Executor):

@@ -11,6 +11,7 @@ import logging
 import random as random_module
 from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
 from uuid import UUID
 
@@ -66,11 +67,12 @@ class StepContext:
         self.idempotency_key = idempotency_key
         self.attempt = attempt
         self.deadline = deadline
-        self.logger = _StepLogger(
-            logging.getLogger("loom_django.step"),
-            {"execution_id": execution_id, "flow_id": flow_id, "step_id": step_id},
-        )
         self.metered: list[dict[str, Any]] = []
+
+    @cached_property
+    def logger(self) -> logging.LoggerAdapter[logging.Logger]:
+        about = {"execution_id": self.execution_id, "flow_id": self.flow_id, "step_id": self.step_id}
+        return _StepLogger(logging.getLogger("loom_django.step"), about)
 
     def meter(self, resource: str, amount: Any) -> None:
         """Record a use of a resource with this attempt's outcome, failed attempts included.
@@ -110,11 +112,12 @@ class _Context:
 
     def __init__(self, body: Body) -> None:
         self._body = body
-        self.logger = _FlowLogger(
-            logging.getLogger("loom_django.flow"),
-            {"execution_id": body.execution_id, "flow_id": body.flow.id},
-            body,
-        )
+
+    @cached_property
+    def logger(self) -> logging.LoggerAdapter[logging.Logger]:
+        """Silent while the body replays; its records carry the ids."""
+        about = {"execution_id": self.execution_id, "flow_id": self.flow_id}
+        return _FlowLogger(logging.getLogger("loom_django.flow"), about, self._body)
 
     @property
     def execution_id(self) -> str:

@@ -140,8 +140,10 @@ def check_queue(engine: Engine, queue: str | None) -> None:
     Raises:
         InvalidInputError: it is not in ``LOOM["QUEUES"]``.
     """
+    if queue is None:
+        return
     declared = engine.settings().queues
-    if queue is not None and queue not in declared:
+    if queue not in declared:
         raise InvalidInputError(
             f'queue={shown(queue)} is not declared: add it to LOOM["QUEUES"], or take one of '
             f"{', '.join(map(repr, declared))}"
@@ -244,6 +246,8 @@ def _input(flow: Flow[..., Any], given: Mapping[str, Any], limit: int) -> str:
 
 def _attributes(attributes: Mapping[str, Any], limit: int) -> str:
     """Attributes are plain JSON, so that the database can filter by them."""
+    if not attributes:
+        return "{}"
     try:
         text = json.dumps(dict(attributes), allow_nan=False)
         tree = json.loads(text)

@@ -152,7 +152,7 @@ def _encode_arguments(
 ) -> Encoded:
     """The arguments as the log keeps them; what cannot be recorded is refused before anything is written."""
     try:
-        tool.signature.bind(*args, **kwargs)
+        tool.check_call(args, kwargs)
     except TypeError as exc:
         body.refuse(InvalidInputError(f"step {step_id!r}: {exc}: {tool.name}{tool.signature}", body.flow.id))
     try:

@@ -108,7 +108,7 @@ def loads(text: str) -> Any:
     try:
         # The parser hands in objects from the inside outwards: lists and scalars never leave its C code, and
         # what a tag holds is a value already.
-        return json.loads(text, object_hook=_revive)
+        return _READER.decode(text)
     except json.JSONDecodeError as error:
         raise UnreadableValueError(f"a recorded value is not JSON: {error}") from error
 
@@ -430,6 +430,9 @@ def _revive(tree: dict[str, Any]) -> Any:
         raise UnreadableValueError(
             f'a recorded value of tag "{tag}" cannot be read: {error!r}', tag
         ) from error
+
+
+_READER = json.JSONDecoder(object_hook=_revive)
 
 
 def _read_datetime(content: Any) -> datetime:

@@ -108,6 +108,9 @@ def may_be_passed_by_owner(kind: str, is_kernel: bool) -> bool:
     return kind in AUDIT or (kind not in KERNEL_KINDS and not is_kernel)
 
 
+_JSON: Final = json.JSONEncoder(separators=(",", ":"))
+
+
 class Encoded(str):
     """JSON text that the codec has made; spliced into a payload as it is."""
 
@@ -116,13 +119,15 @@ class Encoded(str):
 
 def pack(fields: Mapping[str, Any]) -> str:
     """Return the payload text: a JSON object in the order given, ASCII, ``None`` fields left out."""
-    parts = []
-    for name, value in fields.items():
-        if value is None:
-            continue
-        text = value if isinstance(value, Encoded) else json.dumps(value, separators=(",", ":"))
-        parts.append(f'"{name}":{text}')
-    return "{" + ",".join(parts) + "}"
+    texts = [f'"{name}":{_text(value)}' for name, value in fields.items() if value is not None]
+    return "{" + ",".join(texts) + "}"
+
+
+def _text(value: Any) -> str:
+    kind = type(value)
+    if kind is Encoded:
+        return value  # type: ignore[no-any-return]
+    return str(value) if kind is int else _JSON.encode(value)
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,19 @@ class Event:
     def data(self) -> dict[str, Any]:
         parsed: dict[str, Any] = json.loads(self.body)
         return parsed
+
+    def recorded(self, at: datetime) -> Event:
+        """The event as a store has recorded it."""
+        return Event(
+            self.execution_id,
+            self.sequence,
+            self.kind,
+            self.body,
+            self.fence,
+            self.writer,
+            self.is_kernel,
+            at,
+        )
 
     @property
     def payload(self) -> dict[str, Any]:

@@ -27,12 +27,14 @@ from loom_django.kernel.state import (
     WaitStatus,
 )
 
+_EMPTY: Final = ExecutionState()
+
 
 class Fold:
     """An execution's state while its log is read or written."""
 
     def __init__(self, state: ExecutionState | None = None) -> None:
-        state = state or ExecutionState()
+        state = state or _EMPTY
         self.execution_id = state.execution_id
         self.status = state.status
         self.last_sequence = state.last_sequence
@@ -80,8 +82,9 @@ class Fold:
         self.last_sequence = event.sequence
         rule = _RULES.get(event.kind)
         if rule is not None:
-            rule(self, event, event.data)
-            self.at = max(self.at, event.data.get("at", 0))
+            data = event.data
+            rule(self, event, data)
+            self.at = max(self.at, data.get("at", 0))
         elif event.is_kernel:
             self.unknown_kinds.append(event.kind)
         else:

@@ -41,7 +41,6 @@ class Projection:
 def project(state: ExecutionState | Fold) -> Projection:
     """Return the projection of a state, or of a fold on its way."""
     fold = state if isinstance(state, Fold) else Fold(state)
-    finished = state.finished_at
     error = state.error or {}
     waits = fold.pending_waits()
     return Projection(
@@ -53,13 +52,13 @@ def project(state: ExecutionState | Fold) -> Projection:
         code_hash=state.code_hash,
         created_at=state.started_at,
         updated_at=state.at,
-        finished_at=finished,
+        finished_at=state.finished_at,
         current_step=_current_step(fold),
         in_doubt=len(fold.doubtful),
         waits=_waits(waits),
         waiting_on=waits[0].on[:255] if waits else "",
         error_type=str(error.get("type", ""))[:255],
-        error_message=_plain(codec.decode(error.get("message", "")))[:MAX_ERROR_TEXT],
+        error_message=_plain(codec.decode(error.get("message", "")))[:MAX_ERROR_TEXT] if error else "",
     )
 
 
@@ -69,7 +68,7 @@ def _current_step(fold: Fold) -> str:
 
 
 def _waits(waits: tuple[Wait, ...]) -> str:
-    return json.dumps([_wait(wait) for wait in waits], separators=(",", ":"))
+    return json.dumps([_wait(wait) for wait in waits], separators=(",", ":")) if waits else "[]"
 
 
 def _wait(wait: Wait) -> dict[str, Any]:

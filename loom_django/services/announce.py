@@ -72,15 +72,16 @@ def _in_doubt(data: Mapping[str, Any]) -> list[_Sent]:
     return [(signals.effect_in_doubt, about)]
 
 
-_TELLS: Final[Mapping[str, Callable[[Mapping[str, Any]], list[_Sent]]]] = {
-    Kind.EXECUTION_STARTED: _started,
-    Kind.EXECUTION_SUSPENDED: _suspended,
-    Kind.EXECUTION_RESUMED: _resumed,
-    Kind.MESSAGE_CONSUMED: _verdict,
-    Kind.EXECUTION_COMPLETED: _completed,
-    Kind.EXECUTION_FAILED: _failed,
-    Kind.EXECUTION_CANCELLED: _cancelled,
-    Kind.EFFECT_INDOUBT: _in_doubt,
+# By kind: the signals that are sent, and what tells them of an event; asked only if somebody listens.
+_TELLS: Final[Mapping[str, tuple[tuple[Signal, ...], Callable[[Mapping[str, Any]], list[_Sent]]]]] = {
+    Kind.EXECUTION_STARTED: ((signals.execution_started,), _started),
+    Kind.EXECUTION_SUSPENDED: ((signals.execution_suspended,), _suspended),
+    Kind.EXECUTION_RESUMED: ((signals.execution_resumed, signals.verdict_given), _resumed),
+    Kind.MESSAGE_CONSUMED: ((signals.verdict_given,), _verdict),
+    Kind.EXECUTION_COMPLETED: ((signals.execution_completed,), _completed),
+    Kind.EXECUTION_FAILED: ((signals.execution_failed,), _failed),
+    Kind.EXECUTION_CANCELLED: ((signals.execution_cancelled,), _cancelled),
+    Kind.EFFECT_INDOUBT: ((signals.effect_in_doubt,), _in_doubt),
 }
 
 
@@ -88,8 +89,8 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
     """Send what the events tell; a receiver that fails is logged and stops nothing."""
     for event in events:
         _note(flow_id, event)
-        tell = _TELLS.get(event.kind)
-        if tell is None:
+        sent, tell = _TELLS.get(event.kind, ((), None))
+        if tell is None or not any(signal.has_listeners() for signal in sent):
             continue
         for signal, about in tell(event.data):
             if signal.has_listeners():
@@ -98,11 +99,13 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
 
 def _note(flow_id: str, event: Event) -> None:
     """A line for what may need a person. Never a value: messages of errors may hold some."""
+    if event.kind not in (Kind.EFFECT_INDOUBT, Kind.EXECUTION_FAILED):
+        return
     about = {"execution_id": event.execution_id, "flow_id": flow_id}
     if event.kind == Kind.EFFECT_INDOUBT:
         step_id = event.data["step"]
         facts.warning("an effect is in doubt", extra={**about, "step_id": step_id})
-    elif event.kind == Kind.EXECUTION_FAILED:
+    else:
         facts.warning("an execution has failed: %s", event.data["error"].get("type", ""), extra=about)
 
 

@@ -47,6 +47,7 @@ class LeaseKeeper:
         self._held: dict[tuple[str, int], _Held] = {}
         self._thread: threading.Thread | None = None
         self._keeping = False
+        self._idle = False  # the thread waits for something to keep
         self._reported_at = float("-inf")
         self.broken = False  # a thread has broken off at some time, even if another one took over
 
@@ -62,7 +63,8 @@ class LeaseKeeper:
                 self._keeping = True
                 self._thread = threading.Thread(target=self._keep, name="loom-leases", daemon=True)
                 self._thread.start()
-            self._condition.notify()
+            if self._idle:  # one that waits for the next renewal has nothing to look at before
+                self._condition.notify()
 
     def drop(self, execution_id: str, token: int) -> None:
         """Renew it no longer."""
@@ -102,10 +104,10 @@ class LeaseKeeper:
         if not self.held():
             self._store.close_connections()  # an idle process keeps no connection for this
         with self._condition:
-            if self._condition.wait_for(lambda: self._held, IDLE):
-                return True
-            self._keeping = False
-            return False
+            self._idle = True
+            found = self._condition.wait_for(lambda: self._held, IDLE)
+            self._idle, self._keeping = False, bool(found)
+            return bool(found)
 
     def _wait_for_renewal(self) -> None:
         """Let an interval pass; a lease that is taken meanwhile is fresh and changes nothing."""

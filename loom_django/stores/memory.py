@@ -107,7 +107,7 @@ class MemoryStore:
     """A :class:`~loom_django.stores.base.Store` without a database."""
 
     def __init__(self, clock: Callable[[], datetime] | None = None) -> None:
-        self._clock = clock or (lambda: datetime.now(UTC))
+        self._clock = clock
         self._shift = timedelta()
         self._lock = threading.RLock()
         self._depth = 0  # of open transactions; the lock's holder is the only one who is in them
@@ -170,7 +170,7 @@ class MemoryStore:
         if there is None:  # a start; or a log that lost its row, which is for somebody to run
             owned = commit.projection.status in (Status.PENDING, Status.RUNNING)
             there = _Row(commit.new or NewExecution(), commit.projection, ready_at=now if owned else None)
-        row = _own(replace(there, projection=commit.projection), commit.ownership, now)
+        row = _own(there, commit.projection, commit.ownership, now)
         row.check()
         return row
 
@@ -184,7 +184,7 @@ class MemoryStore:
             tables.fences.setdefault(commit.wakes_of or key, _FenceRow())
         for woken in commit.wake:
             self._wake(woken, woken, now)
-        tables.logs[key] += [replace(event, recorded_at=now) for event in commit.events]
+        tables.logs[key] += [event.recorded(now) for event in commit.events]
         tables.rows[key] = row
         self._drop_timers(commit)
         for timer in commit.timers:
@@ -192,7 +192,9 @@ class MemoryStore:
         tables.taken |= set(commit.messages)
 
     def _drop_timers(self, commit: Commit) -> None:
-        rows = self._tables.timers[commit.execution_id]
+        rows = self._tables.timers.get(commit.execution_id)
+        if not rows:
+            return
         for wake_at, timer in list(rows.items()):
             plain = timer.redrive is None and not timer.deadline
             if commit.timers_off is None or (plain and wake_at in commit.timers_off):
@@ -438,7 +440,8 @@ class MemoryStore:
             if row is None or row.ready_at is None or row.ready_at > self.now():
                 return False
             self._put(
-                execution_id, _own(row, Ownership("held", owner=owner, token=token, ttl=ttl), self.now())
+                execution_id,
+                _own(row, row.projection, Ownership("held", owner=owner, token=token, ttl=ttl), self.now()),
             )
             return True
 
@@ -512,7 +515,10 @@ class MemoryStore:
             row = self._tables.rows.get(execution_id)
             if row is None or row.token != token:
                 return False
-            self._put(execution_id, _own(row, Ownership("ready"), self.now() + timedelta(seconds=delay)))
+            self._put(
+                execution_id,
+                _own(row, row.projection, Ownership("ready"), self.now() + timedelta(seconds=delay)),
+            )
             return True
 
     def expired(self, *, limit: int) -> list[Lease]:
@@ -535,7 +541,7 @@ class MemoryStore:
             if row.until > self.now() and not forced:
                 return False
             held = Ownership("held", owner=owner, token=token, ttl=ttl)
-            self._put(lease.execution_id, _own(row, held, self.now()))
+            self._put(lease.execution_id, _own(row, row.projection, held, self.now()))
             return True
 
     def held(self, execution_id: str) -> Lease | None:
@@ -655,9 +661,11 @@ class MemoryStore:
     # The clock and the transaction.
 
     def now(self) -> datetime:
-        return self._clock() + self._shift
+        return (datetime.now(UTC) if self._clock is None else self._clock()) + self._shift
 
     def clock_offset(self) -> float:
+        if self._clock is None:
+            return self._shift.total_seconds()
         return (self.now() - datetime.now(UTC)).total_seconds()
 
     def measure(self) -> None:
@@ -731,18 +739,18 @@ class MemoryStore:
         """Nothing to do: there is no connection."""
 
 
-def _own(row: _Row, ownership: Ownership, now: datetime) -> _Row:
-    """The row under its owner after a commit."""
+def _own(row: _Row, told: Projection, ownership: Ownership, now: datetime) -> _Row:
+    """The row, with what the log tells, under its owner after a commit."""
     match ownership.mode:
         case "keep":
-            return row
+            return _Row(row.new, told, row.ready_at, row.owner, row.token, row.until)
         case "ready":
-            return replace(row, ready_at=ownership.at or now, owner="", token=None, until=None)
+            return _Row(row.new, told, ready_at=ownership.at or now)
         case "held":
             until = now + timedelta(seconds=ownership.ttl)
-            return replace(row, ready_at=None, owner=ownership.owner, token=ownership.token, until=until)
+            return _Row(row.new, told, owner=ownership.owner, token=ownership.token, until=until)
         case _:
-            return replace(row, ready_at=None, owner="", token=None, until=None)
+            return _Row(row.new, told)
 
 
 def _is_park(event: Event) -> bool:

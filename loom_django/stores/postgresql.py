@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import cache
 from typing import Any, Final
 
 import psycopg
@@ -301,8 +302,8 @@ class PostgresStore(SqlStore):
             server.prepare_threshold = sys.maxsize
         with connection.wrap_database_errors:
             cursor = (psycopg.RawCursor if raw else psycopg.Cursor)(server)
-            cursor.execute(sql, parameters, prepare=prepare)
-            return cursor.fetchall() if cursor.description else []
+            cursor.execute(_encoded(sql) if raw else sql, parameters, prepare=prepare)
+            return cursor.fetchall() if cursor.pgresult and cursor.pgresult.nfields else []
 
     def _execute_watched(self, sql: str, parameters: Any) -> list[Row]:
         with self.connection.cursor() as cursor:
@@ -573,6 +574,12 @@ class PostgresStore(SqlStore):
 
     def transaction(self) -> AbstractContextManager[Any]:
         return transaction.atomic(using=self.alias)
+
+
+@cache
+def _encoded(sql: str) -> bytes:
+    """One of the texts of :func:`text_of`, which are few and long, as it goes to the server."""
+    return sql.encode()
 
 
 def _bind(value: Any) -> Any:

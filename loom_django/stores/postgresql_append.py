@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cache
 from typing import Any, Final
 
@@ -364,7 +364,7 @@ def _commit_row(commit: Commit, group: int, size: int) -> dict[str, Any]:
         "free": commit.unguarded,
         "fresh": commit.new is not None,
         "mode": own.mode,
-        "line": {name: _plain(value) for name, value in row_of(commit).items() if value is not None},
+        "line": {name: value for name, value in row_of(commit).items() if value is not None},
     }
     if commit.parks:
         row |= {"parks": True, "wakes": commit.wakes, "wakes_of": commit.wakes_of or commit.execution_id}
@@ -373,7 +373,7 @@ def _commit_row(commit: Commit, group: int, size: int) -> dict[str, Any]:
     if own.mode == "held":
         row |= {"owner": own.owner, "token": own.token, "ttl": own.ttl}
     elif own.at is not None:
-        row["at"] = own.at.isoformat()
+        row["at"] = own.at
     return row
 
 
@@ -394,16 +394,12 @@ def _event_rows(commit: Commit) -> Iterator[dict[str, Any]]:
 def _other_rows(commit: Commit) -> Iterator[dict[str, Any]]:
     key = commit.execution_id
     for timer in commit.timers:
-        columns = {name: _plain(value) for name, value in timer_row(timer).items()}
+        columns = timer_row(timer)
         yield {"k": "t", "id": key, "other": timer.execution_id, "at": columns.pop("wake_at"), **columns}
     off = timers_off(commit)
     if off is None:
         yield {"k": "o", "id": key}
     else:
-        yield from ({"k": "o", "id": key, "at": wake_at.isoformat()} for wake_at in off)
+        yield from ({"k": "o", "id": key, "at": wake_at} for wake_at in off)
     yield from ({"k": "m", "id": key, "number": number} for number in commit.messages)
     yield from ({"k": "w", "id": key, "other": woken} for woken in commit.wake)
-
-
-def _plain(value: Any) -> Any:
-    return value.isoformat() if isinstance(value, datetime) else value

@@ -647,23 +647,24 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def transaction(self) -> AbstractContextManager[Any]: ...
 
     def in_transaction(self) -> bool:
-        return compat.in_transaction(self.connection) or compat.begun_by_hand(self.connection)
+        connection = self.connection  # each look for it costs more than the rest of this
+        return compat.in_transaction(connection) or compat.begun_by_hand(connection)
 
     def leave_transaction(self) -> bool:
         return self.in_transaction() and compat.leave_transaction(self.connection)
 
     def check_caller(self, call: str, *, answers: bool = False) -> None:
-        connection = self.connection
-        if self.in_transaction() and not connection.in_atomic_block:
+        joined = self.in_transaction()
+        if joined and not self.connection.in_atomic_block:
             raise OpenTransactionError(
                 call,
                 "autocommit is off, or BEGIN was sent, and no atomic block is open, so there is no commit to "
                 "wait for",
                 "Use transaction.atomic().",
             )
-        if answers and self.in_transaction():
+        if answers and joined:
             self._see_each_commit(call, joined=True)
-        if not self.in_transaction() and (other := compat.other_transaction(self.alias)):
+        if not joined and (other := compat.other_transaction(self.alias)):
             logger.warning(
                 "%s inside a transaction on database %r only: it is not part of that transaction, since the "
                 "log is on %r",
@@ -673,7 +674,7 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
             )
 
     def in_testcase(self) -> bool:
-        return compat.in_testcase(self.connection)
+        return compat.has_testcases() and compat.in_testcase(self.connection)
 
     def on_commit(self, callback: Callable[[], None]) -> None:
         if self.in_transaction():
@@ -700,13 +701,13 @@ def _apart() -> float:
 
 
 def dumps(value: Any) -> str:
-    """JSON in ASCII without spaces."""
+    """JSON without spaces; instants in ISO 8601."""
     if orjson is not None:
         try:
             return orjson.dumps(value).decode()
         except TypeError:
             pass  # what it refuses, such as an integer beyond 64 bits, the standard library may take
-    return json.dumps(value, separators=(",", ":"))
+    return json.dumps(value, separators=(",", ":"), default=datetime.isoformat)
 
 
 def chain_of_causes(error: BaseException) -> Iterator[BaseException]:

@@ -69,7 +69,7 @@ def _context(tool: Tool[..., Any]) -> StepContext:
 
 def _as_recorded(tool: Tool[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        tool.signature.bind(*args, **kwargs)
+        tool.check_call(args, kwargs)
     except TypeError as exc:
         raise InvalidInputError(f"{exc}: {tool.name}{tool.signature}") from None
     return {
