@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, get_args
 from django.core.exceptions import PermissionDenied
 
 RefusalReason = Literal[
-    "not-suspended", "no-such-wait", "ambiguous-wait", "stale-park", "reserved-wait", "terminal"
+    "not-suspended", "no-such-wait", "ambiguous-wait", "stale-park", "reserved-wait", "terminal", "not-due"
 ]
 MAX_LISTED = 20
 MAX_SHOWN = 80
@@ -393,6 +393,7 @@ _REFUSALS: dict[str, str] = {
     "reserved-wait": "waits for something that a plain resume must not answer. "
     "Use the verdict form or loom.resolve, or the act made for that wait.",
     "terminal": "has ended; nothing can answer it any more.",
+    "not-due": "has no wake that is due. What sleeps wakes at its time; no act brings that forward.",
 }
 
 

@@ -98,6 +98,8 @@ class Execution(ReadOnlyModel):
             ("cancel_execution", "Can cancel an execution"),
             ("recover_execution", "Can recover an execution"),
             ("retry_error", "Can retry an execution that is parked on an error"),
+            ("fork_execution", "Can start an execution over what another one had done"),
+            ("rerun_execution", "Can start a failed execution again"),
         ]
         constraints = [
             models.CheckConstraint(
@@ -240,6 +242,7 @@ class Timer(ReadOnlyModel):
         verbose_name = _("timer")
         verbose_name_plural = _("timers")
         default_permissions = ("view",)
+        permissions = [("wake_timer", "Can have a wake that is due tried now")]
         constraints = [
             models.UniqueConstraint(fields=["execution_id", "wake_at"], name="loom_timer_execution_wake")
         ]
@@ -262,6 +265,8 @@ class Message(ReadOnlyModel):
     sent_at = models.DateTimeField(_("sent"), db_default=Now())
     taken = models.BooleanField(_("taken"), default=False, db_default=False)
     wait = models.CharField(_("wait"), max_length=255, default="", db_default="", blank=True)
+    principal = models.CharField(_("sent by"), max_length=255, default="", db_default="", blank=True)
+    reason = models.TextField(_("reason"), default="", db_default="", blank=True)
 
     objects = ReadOnlyQuerySet.as_manager()
 
@@ -270,6 +275,7 @@ class Message(ReadOnlyModel):
         verbose_name = _("message")
         verbose_name_plural = _("messages")
         default_permissions = ("view",)
+        permissions = [("send_message", "Can send a message to an execution")]
         constraints = [
             models.UniqueConstraint(fields=["execution_id", "message_id"], name="loom_message_once")
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +13,7 @@ from asgiref.sync import sync_to_async
 
 from loom_django import conf, definitions
 from loom_django.definitions import Flow, registry
-from loom_django.engine import answers, forks, moves
+from loom_django.engine import answers, forks, inbox, moves
 from loom_django.engine.answers import MISSING, Resolution
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.drive import in_body
@@ -23,7 +22,6 @@ from loom_django.engine.start import Started, start
 from loom_django.errors import (
     ContextMisuseError,
     ExecutionCancelledError,
-    ExecutionClosedError,
     ExecutionFailedError,
     ExecutionNotFoundError,
     FlowNotFoundError,
@@ -683,15 +681,7 @@ class Loom:
         """
         self.store.check_caller("loom.send")
         _check_id(execution_id)
-        keys.check_id(name, "message name")
-        identity = keys.check_id(message_id, "message id") if message_id is not None else str(uuid.uuid4())
-        body = codec.dumps(payload, path="payload", limit=conf.get_settings().MAX_PAYLOAD_BYTES)
-        status = self.store.status(execution_id)
-        if status is None:
-            raise ExecutionNotFoundError(execution_id)
-        if status in TERMINAL_STATUSES:
-            raise ExecutionClosedError(execution_id, str(status))
-        if not self.store.send(execution_id, name=name, message_id=identity, body=body):
+        if not inbox.send(self.engine, execution_id, name, payload, message_id=message_id):
             return False
         # The row is kept; the park is answered after the commit, and by the timer loop if this process dies.
         self._deliver_after_commit(execution_id)

@@ -8,17 +8,28 @@ person and the reason, and in Django's own history of the object, in one transac
 from __future__ import annotations
 
 import json
+import uuid
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.utils import timezone
 from django.utils.html import format_html
-from django.utils.translation import gettext
+from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
 from loom_django.admin import show
 from loom_django.admin.execution_page import ExecutionPage, StepRow
-from loom_django.admin.forms import ActForm, GateForm, ResumeForm, VerdictForm
+from loom_django.admin.forms import (
+    ActForm,
+    CopyForm,
+    ForkForm,
+    GateForm,
+    OutcomeForm,
+    ResumeForm,
+    SendForm,
+    VerdictForm,
+)
 from loom_django.admin.show import Viewer
 from loom_django.engine.core import from_micros
 from loom_django.errors import (
@@ -35,9 +46,9 @@ from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_ERROR, ON_POISONED, Frame, is_reserved
+from loom_django.kernel.state import ON_ERROR, ON_MESSAGE, ON_POISONED, Frame, Status, is_reserved
 from loom_django.runtime import loom
-from loom_django.services import operators, typed_json
+from loom_django.services import operators
 from loom_django.services.operators import Act, Done, Operator
 from loom_django.stores.base import AppendRefused
 
@@ -107,6 +118,10 @@ class ActView:
         """What the form shows beside its fields."""
         return {}
 
+    def foretell(self, done: Done) -> str:
+        """What the act will do beside appending, for the preview."""
+        return ""
+
     # The request.
 
     def dispatch(self, http: HttpRequest, object_id: str) -> HttpResponse:
@@ -165,6 +180,7 @@ class ActView:
             said=self._said(form),
             planned=[Planned.of(event) for event in done.events],
             done=done,
+            foretold=self.foretell(done),
             old_key=self._old_key(request, form),
         )
 
@@ -211,12 +227,13 @@ class ActView:
         if done.kept:
             return _("The answer is kept: the flow is running, and takes it when it comes to this wait.")
         if done.sequence is None:
-            return format_html("{} {}", self._nothing_appended(), who)
+            return format_html("{} {}", self._nothing_appended(done), who)
         address = f"{self.admin.execution_url(request.execution_id)}?after={done.sequence - 1}#log"
         link = format_html('<a href="{}">{}</a>', address, gettext("event %(n)d") % {"n": done.sequence})
         return format_html("{}: {}. {}", self.title, link, who)
 
-    def _nothing_appended(self) -> Any:
+    def _nothing_appended(self, done: Done) -> Any:
+        """What is said of an act that appended nothing to the log."""
         return _("There was nothing to do; nothing was appended.")
 
     def _form_page(self, request: Request, form: ActForm) -> HttpResponse:
@@ -396,7 +413,6 @@ class ResumeView(ActView):
     def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
         given = form.cleaned_data
         wait = request.page.state.waits.get(given["question"])
-        text = given["payload"]
         return operators.resume_execution(
             loom,
             request.operator,
@@ -404,7 +420,7 @@ class ResumeView(ActView):
             wait.on if wait else given["question"],
             correlation_key=wait.correlation_key if wait else None,
             question=given["question"],
-            payload=typed_json.read(text) if text.strip() else None,
+            payload=cast(ResumeForm, form).value,
             reason=given["reason"],
             dry_run=dry_run,
         )
@@ -482,8 +498,231 @@ class CancelView(ActView):
             dry_run=dry_run,
         )
 
-    def _nothing_appended(self) -> Any:
+    def _nothing_appended(self, done: Done) -> Any:
         return _("It was cancelled already; nothing was appended.")
+
+
+class SendView(ActView):
+    """Sends a message to the flow."""
+
+    act = Act.SEND_MESSAGE
+    suffix = "send"
+    title = _("Send a message")
+    does = _("Puts a message into the inbox of the flow, which takes it when it receives one of that name.")
+    form_class = SendForm
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return not page.state.finished
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        if data is None and initial is None:
+            wanted = [w.correlation_key for w in request.page.state.pending_waits if w.on == ON_MESSAGE]
+            name = request.http.GET.get("name", wanted[0] if wanted else "")
+            initial = {"name": name, "message_id": f"operator-{uuid.uuid4()}"}
+        return SendForm(data, initial=initial)
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        given = form.cleaned_data
+        return operators.send_message(
+            loom,
+            request.operator,
+            request.execution_id,
+            given["name"],
+            cast(SendForm, form).value,
+            message_id=given["message_id"],
+            reason=given["reason"],
+            dry_run=dry_run,
+        )
+
+    def foretell(self, done: Done) -> str:
+        if done.message == "taken":
+            return gettext("The flow waits for a message of this name, and takes it.")
+        if done.message == "kept":
+            return gettext("The flow does not wait for a message of this name now: it is kept until it does.")
+        return gettext("This message was sent already. Nothing more is done.")
+
+    def _nothing_appended(self, done: Done) -> Any:
+        if done.message == "known":
+            return _("This message was sent already; nothing more was done.")
+        return _("The message is in the inbox of the flow.")
+
+    def _about(self, form: ActForm) -> str:
+        return f" {form.cleaned_data['name']}"
+
+
+class CopyView(ActView):
+    """An act that makes a new execution over what this one had done."""
+
+    form_class = CopyForm
+
+    def foretell(self, done: Done) -> str:
+        copy = done.started
+        if copy is None or not copy.created:
+            return gettext("This very copy was made already. Nothing more is done.")
+        about = {
+            "id": copy.execution_id,
+            "flow": f"{copy.flow_id}@{copy.version}",
+            "steps": ", ".join(copy.steps) or gettext("none"),
+        }
+        words = gettext("The execution %(id)s of %(flow)s is started. Steps that are kept: %(steps)s.")
+        return show.printable(words % about)
+
+    def _nothing_appended(self, done: Done) -> Any:
+        if done.started is None:
+            return ""
+        link = self.admin.execution_link(done.started.execution_id)
+        if not done.started.created:
+            return format_html("{} {}.", _("This very copy was made already:"), link)
+        return format_html("{}: {}.", self.title, link)
+
+    def _about(self, form: ActForm) -> str:
+        return f" as {form.cleaned_data['new_id']}"
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        if data is None and initial is None:
+            initial = {"new_id": str(uuid.uuid4())}
+        return self.form_class(data, initial=initial, **self._choices(request))
+
+    def _choices(self, request: Request) -> dict[str, Any]:
+        return {}
+
+
+class ForkView(CopyView):
+    """Starts a new execution from a step on."""
+
+    act = Act.FORK_EXECUTION
+    suffix = "fork"
+    title = _("Fork from a step")
+    does = _(
+        "Starts a new execution over what this one had done before a step. The rest is done anew, under the new "
+        "id and so under new idempotency keys: effects of this execution from that step on happen once more."
+    )
+    form_class = ForkForm
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return bool(page.state.frames)
+
+    def _choices(self, request: Request) -> dict[str, Any]:
+        versions = loom.engine.registry.versions(request.execution.flow_id)
+        return {
+            "steps": request.page.state.frames,
+            "versions": [number for number, flow in versions.items() if not flow.pinned],
+        }
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        given = form.cleaned_data
+        return operators.fork_execution(
+            loom,
+            request.operator,
+            request.execution_id,
+            given["from_step"],
+            new_execution_id=given["new_id"],
+            version=given["version"],
+            reason=given["reason"],
+            dry_run=dry_run,
+        )
+
+    def _about(self, form: ActForm) -> str:
+        return f" from {form.cleaned_data['from_step']}{super()._about(form)}"
+
+
+class RerunView(CopyView):
+    """Starts a failed execution again."""
+
+    act = Act.RERUN_EXECUTION
+    suffix = "rerun"
+    title = _("Rerun")
+    does = _(
+        "Starts this failed execution again as a new one, from the step that it failed with. What was done before "
+        "is kept."
+    )
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return page.state.status == Status.FAILED
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return operators.rerun_execution(
+            loom,
+            request.operator,
+            request.execution_id,
+            new_execution_id=form.cleaned_data["new_id"],
+            reason=form.cleaned_data["reason"],
+            dry_run=dry_run,
+        )
+
+
+class WakeView(ActView):
+    """Has wakes that are due tried now."""
+
+    act = Act.WAKE_TIMER
+    suffix = "wake"
+    title = _("Wake now")
+    does = _(
+        "Tries the wakes of this execution now that are due, and were put off since they could not be served. "
+        "What sleeps until a later time goes on sleeping."
+    )
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return not page.state.finished and any(timer.wake_at <= timezone.now() for timer in page.timers)
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return operators.wake_timer(
+            loom,
+            request.operator,
+            request.execution_id,
+            reason=form.cleaned_data["reason"],
+            dry_run=dry_run,
+        )
+
+    def foretell(self, done: Done) -> str:
+        return ngettext("%(n)d wake is tried.", "%(n)d wakes are tried.", done.wakes) % {"n": done.wakes}
+
+    def _nothing_appended(self, done: Done) -> Any:
+        return _("The wake is tried now; the log tells what comes of it.")
+
+
+class OutcomeView(ActView):
+    """Notes something about what has ended."""
+
+    act = Act.RECORD_OUTCOME
+    suffix = "outcome"
+    title = _("Record an outcome")
+    does = _(
+        "Notes what was learnt after the end, such as what became of an effect that was in doubt. It changes "
+        "nothing else; of a step in doubt it says that nobody need look any more."
+    )
+    form_class = OutcomeForm
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return page.state.finished
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        steps = [frame.step_id for frame in request.page.state.in_doubt]
+        if data is None and initial is None:
+            initial = {"step": request.http.GET.get("step", steps[0] if steps else "")}
+        return OutcomeForm(data, initial=initial, steps=steps)
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        given = form.cleaned_data
+        return operators.record_outcome(
+            loom,
+            request.operator,
+            request.execution_id,
+            given["outcome"],
+            cast(OutcomeForm, form).value,
+            step_id=given["step"] or None,
+            reason=given["reason"],
+            dry_run=dry_run,
+        )
+
+    def _about(self, form: ActForm) -> str:
+        step = form.cleaned_data["step"]
+        return f" {form.cleaned_data['outcome']}" + (f" of {step}" if step else "")
 
 
 class RecoverView(GateView):
@@ -511,7 +750,7 @@ class RecoverView(GateView):
             dry_run=dry_run,
         )
 
-    def _nothing_appended(self) -> Any:
+    def _nothing_appended(self, done: Done) -> Any:
         return _("It is taken over from its holder; the log tells how it goes on.")
 
 
@@ -519,6 +758,11 @@ VIEWS: Final[tuple[type[ActView], ...]] = (
     VerdictView,
     ResumeView,
     RetryErrorView,
+    SendView,
+    WakeView,
     RecoverView,
+    RerunView,
+    ForkView,
+    OutcomeView,
     CancelView,
 )

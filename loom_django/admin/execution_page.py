@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final
 
 from django.utils import timezone
@@ -15,10 +16,11 @@ from loom_django.engine.core import to_micros
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_VERDICT, ExecutionState, Frame, FrameStatus, is_reserved
-from loom_django.models import Execution
+from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, ExecutionState, Frame, FrameStatus, is_reserved
+from loom_django.models import Execution, Timer
 
 LOG_PAGE: Final = 50
+TIMERS: Final = 50
 _DETAILS: Final = ("step", "event", "decision", "resource", "name", "child", "act", "reason")
 
 
@@ -49,6 +51,7 @@ class WaitRow:
     for_: str
     step: str  # of a verdict
     is_own: bool  # the flow's own, which ``resume`` answers
+    message: str  # the name of the message that it receives
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,11 @@ class ExecutionPage:
         self.row = row
         self.state: ExecutionState = fold(events)
         self.now = to_micros(timezone.now())
+
+    @cached_property
+    def timers(self) -> list[Timer]:
+        """The wakes that are owed to it, soonest first."""
+        return list(Timer.objects.filter(execution_id=self.row.pk).order_by("wake_at")[:TIMERS])
 
     @property
     def end(self) -> int:
@@ -142,6 +150,7 @@ class ExecutionPage:
                 for_=show.span((self.now - wait.since) / 1_000_000),
                 step=str(wait.correlation_key) if wait.on == ON_VERDICT else "",
                 is_own=not is_reserved(wait.on),
+                message=str(wait.correlation_key) if wait.on == ON_MESSAGE else "",
             )
             for wait in self.state.pending_waits
         ]
@@ -151,6 +160,12 @@ class ExecutionPage:
         wake_at = to_micros(moment)
         ends = [wait for wait in self.state.pending_waits if wait.wake_at == wake_at]
         return ", ".join(show.wait_in_words(wait.on, wait.correlation_key, None) for wait in ends)
+
+    @property
+    def forked_from(self) -> dict[str, Any] | None:
+        """The ``execution`` that this one is a copy of, with ``step``, ``principal`` and ``reason`` where there is one."""
+        lineage: dict[str, Any] | None = self.state.options.get("forked_from")
+        return lineage
 
     @property
     def acts(self) -> list[LogRow]:

@@ -23,8 +23,8 @@ from django.views.decorators.http import require_safe
 
 from loom_django import conf
 from loom_django.admin import overview, queue, show
-from loom_django.admin.acts import VIEWS, ResumeView, VerdictView
-from loom_django.admin.base import PAGE, ReadOnlyAdmin, holder, kind_of, pill, shortened
+from loom_django.admin.acts import VIEWS, OutcomeView, ResumeView, SendView, VerdictView
+from loom_django.admin.base import ReadOnlyAdmin, holder, kind_of, pill, shortened
 from loom_django.admin.execution_page import ExecutionPage, WaitRow
 from loom_django.admin.filters import FlowFilter, NeedsMeFilter, WaitingFilter
 from loom_django.admin.search import ExactSearch
@@ -149,6 +149,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
                     "doubt": row,
                     "link": self.execution_link(row.execution.pk),
                     "verdict": self._verdict_url(row.execution.pk, row.step),
+                    "outcome": self._outcome_url(row.execution.pk, row.step),
                     "since": show.when_short(row.since),
                     "age": show.ago(row.since),
                     "cause": show.printable(str(show.redacted(row.cause, "cause"))),
@@ -163,6 +164,9 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     def _verdict_url(self, execution_id: str, step_id: str) -> str:
         return f"{self.execution_url(execution_id, VerdictView.suffix)}?{urlencode({'step': step_id})}"
+
+    def _outcome_url(self, execution_id: str, step_id: str) -> str:
+        return f"{self.execution_url(execution_id, OutcomeView.suffix)}?{urlencode({'step': step_id})}"
 
     # One execution.
 
@@ -195,7 +199,8 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             is_later=execution.ready_at is not None and execution.ready_at > timezone.now(),
             occurrence=show.when(execution.scheduled_at),
             schedule_url=self._schedule_url(request, execution),
-            timers=[self._timer(timer, page) for timer in self._timers(execution)],
+            source=self.execution_link(page.forked_from["execution"]) if page.forked_from else "",
+            timers=[self._timer(timer, page) for timer in page.timers],
             acts=[
                 (view.title, self.execution_url(execution.pk, view.suffix))
                 for view in self._acts(page, operator)
@@ -222,6 +227,9 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
         if wait.is_own and operator.may(Act.RESUME_EXECUTION):
             address = self.execution_url(execution.pk, ResumeView.suffix)
             return f"{address}?{urlencode({'wait': wait.id})}", _("Answer")
+        if wait.message and operator.may(Act.SEND_MESSAGE):
+            address = self.execution_url(execution.pk, SendView.suffix)
+            return f"{address}?{urlencode({'name': wait.message})}", _("Send")
         return "", ""
 
     def _schedule_url(self, request: HttpRequest, execution: Execution) -> str:
@@ -238,9 +246,6 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             "what": ends or kind_of(timer),
             "tries": timer.tries,
         }
-
-    def _timers(self, execution: Execution) -> Any:
-        return Timer.objects.filter(execution_id=execution.pk).order_by("wake_at")[:PAGE]
 
     @method_decorator(require_safe)
     def log_view(self, request: HttpRequest, object_id: str) -> HttpResponse:

@@ -90,17 +90,37 @@ class VerdictForm(ActForm):
         return cleaned
 
 
-class ResumeForm(ActForm):
-    """Answers a wait of the flow's own."""
+class PayloadForm(ActForm):
+    """An act with a value, typed as JSON."""
 
-    question = forms.ChoiceField(label=_("Answer to"), widget=forms.RadioSelect)
     payload = forms.CharField(
         label=_("Payload"),
         required=False,
         strip=False,
         widget=forms.Textarea(attrs=_JSON),
-        help_text=_("What the flow gets as the answer, as JSON; empty for null."),
+        help_text=_("What the flow gets, as JSON; empty for null."),
     )
+
+    def clean_payload(self) -> str:
+        text = str(self.cleaned_data["payload"])
+        if text.strip():
+            try:
+                typed_json.read(text)
+            except LoomError as exc:
+                raise forms.ValidationError(str(exc)) from exc
+        return text
+
+    @property
+    def value(self) -> Any:
+        """The payload that was typed."""
+        text = self.cleaned_data["payload"]
+        return typed_json.read(text) if text.strip() else None
+
+
+class ResumeForm(PayloadForm):
+    """Answers a wait of the flow's own."""
+
+    question = forms.ChoiceField(label=_("Answer to"), widget=forms.RadioSelect)
 
     field_order = ["question", "payload", "reason"]
 
@@ -111,11 +131,70 @@ class ResumeForm(ActForm):
         # A wait that is over is no slip of the pen: the act says who answered it.
         field.validate = lambda value: None
 
-    def clean_payload(self) -> str:
-        text = str(self.cleaned_data["payload"])
-        if text.strip():
-            try:
-                typed_json.read(text)
-            except LoomError as exc:
-                raise forms.ValidationError(str(exc)) from exc
-        return text
+
+class SendForm(PayloadForm):
+    """Sends a message. Its id travels along, so that a form that is sent twice is one message."""
+
+    name = forms.CharField(
+        label=_("Name"), max_length=255, help_text=_("What the flow gives to ctx.receive, exactly.")
+    )
+    message_id = forms.CharField(widget=forms.HiddenInput)
+
+    field_order = ["name", "payload", "reason"]
+
+
+class OutcomeForm(PayloadForm):
+    """Notes something about what has ended."""
+
+    step = forms.ChoiceField(label=_("About"), required=False, widget=forms.RadioSelect)
+    outcome = forms.CharField(
+        label=_("What happened"),
+        max_length=255,
+        help_text=_("In a few words, such as “paid” or “never sent”."),
+    )
+
+    field_order = ["step", "outcome", "payload", "reason"]
+
+    def __init__(self, *args: Any, steps: Iterable[str] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["payload"].help_text = _("More about it, as JSON; empty for none.")
+        field: Any = self.fields["step"]
+        field.choices = [("", _("the execution")), *((step, step) for step in steps)]
+        # A step that is settled by now is no slip of the pen: the act says so.
+        field.validate = lambda value: None
+
+
+class CopyForm(ActForm):
+    """Makes a new execution. Its id travels along, so that a form that is sent twice makes one."""
+
+    new_id = forms.CharField(
+        label=_("Id of the new execution"),
+        max_length=255,
+        help_text=_("One that nothing has; its idempotency keys begin with it."),
+    )
+
+    field_order = ["new_id", "reason"]
+
+
+class ForkForm(CopyForm):
+    """Makes a new execution from a step on."""
+
+    from_step = forms.ChoiceField(
+        label=_("From step"),
+        help_text=_("What was done before it is kept. It, and what comes after it, is done anew."),
+    )
+    version = forms.TypedChoiceField(label=_("Code"), required=False, coerce=int, empty_value=None)
+
+    field_order = ["from_step", "version", "new_id", "reason"]
+
+    def __init__(
+        self, *args: Any, steps: Iterable[str] = (), versions: Iterable[int] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        step: Any = self.fields["from_step"]
+        step.choices = [(name, name) for name in steps]
+        version: Any = self.fields["version"]
+        version.choices = [
+            ("", _("the version that was recorded")),
+            *((number, _("version %(n)d") % {"n": number}) for number in versions),
+        ]

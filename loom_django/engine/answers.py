@@ -677,11 +677,10 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
                 if message.number in fold.messages:
                     continue
                 check_code(engine, fold)
-                fields = message_fields(
-                    wait.id, message.name, message.number, message.message_id, message.body
-                )
+                fields = message_fields(wait.id, message)
                 journal.record(Kind.MESSAGE_CONSUMED, fields)
-                journal.record(Kind.EXECUTION_RESUMED, {"wait": wait.id, "event": MESSAGE_EVENT})
+                by = {name: fields[name] for name in ("wait", "principal", "reason")}
+                journal.record(Kind.EXECUTION_RESUMED, {**by, "event": MESSAGE_EVENT})
                 return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
         return None
 
@@ -783,6 +782,7 @@ def record_outcome(
     *,
     step_id: str | None = None,
     principal: Any = None,
+    reason: str = "",
 ) -> Appended:
     """Note something about an execution that has ended; with a step, what became of its effect in doubt.
 
@@ -805,6 +805,7 @@ def record_outcome(
             "payload": text,
             "step": step_id,
             "principal": principal_name(principal),
+            "reason": reason or None,
         }
         journal.record(Kind.OUTCOME_RECORDED, fields)
         return Landing()

@@ -52,7 +52,7 @@ from loom_django.kernel.state import (
     WaitStatus,
     is_reserved,
 )
-from loom_django.stores.base import NOBODY, TimerRow, WakesMoved
+from loom_django.stores.base import NOBODY, Message, TimerRow, WakesMoved
 
 T = TypeVar("T")
 
@@ -448,10 +448,7 @@ class Body:
         fold = self.journal.fold
         for message in self.ask_store(lambda: self.engine.store.inbox(self.execution_id, name)):
             if message.number not in fold.messages:
-                fields = message_fields(
-                    wait_id, message.name, message.number, message.message_id, message.body
-                )
-                self.journal.record(Kind.MESSAGE_CONSUMED, fields)
+                self.journal.record(Kind.MESSAGE_CONSUMED, message_fields(wait_id, message))
                 self.journal.ride(message=message.number, wait=fold.waits.get(wait_id))
                 return True
         return False
@@ -697,15 +694,17 @@ def _ignore_late(outcome: Outcome) -> None:
     """A decider has no timeout, so it cannot return late."""
 
 
-def message_fields(wait_id: str, name: str, number: int, message_id: str, body: str) -> dict[str, Any]:
+def message_fields(wait_id: str, message: Message) -> dict[str, Any]:
     """The payload of MESSAGE_CONSUMED."""
     return {
         "wait": wait_id,
         "on": ON_MESSAGE,
-        "name": name,
-        "number": number,
-        "message": message_id,
-        "payload": Encoded(body),
+        "name": message.name,
+        "number": message.number,
+        "message": message.message_id,
+        "payload": Encoded(message.body),
+        "principal": message.principal or None,
+        "reason": message.reason or None,
     }
 
 

@@ -37,6 +37,7 @@ def fork(
     new_id: str | None = None,
     flow: Flow[..., Any] | None = None,
     principal: str | None = None,
+    reason: str = "",
 ) -> Started:
     """Start an execution that has everything of another one's log before a step was first begun.
 
@@ -61,7 +62,7 @@ def fork(
         raise InvalidInputError(
             f"{execution_id!r} has never begun step {from_step!r}; it has begun {', '.join(begun) or 'none'}"
         )
-    return _Copy(engine, events[:place], flow, principal, from_step).start(new_id, ownership)
+    return _Copy(engine, events[:place], flow, principal, reason, from_step).start(new_id, ownership)
 
 
 def rerun(
@@ -71,6 +72,7 @@ def rerun(
     *,
     new_id: str | None = None,
     principal: str | None = None,
+    reason: str = "",
 ) -> Started:
     """Start a failed execution again as a new one, from the step that it failed with, or from its end.
 
@@ -83,8 +85,8 @@ def rerun(
         raise InvalidInputError(f"{execution_id!r} has not failed: fork it from a step, or start another one")
     step = end.data["error"].get("step")
     if step is not None:
-        return fork(engine, execution_id, step, ownership, new_id=new_id, principal=principal)
-    return _Copy(engine, events[: end.sequence - 1], None, principal, None).start(new_id, ownership)
+        return fork(engine, execution_id, step, ownership, new_id=new_id, principal=principal, reason=reason)
+    return _Copy(engine, events[: end.sequence - 1], None, principal, reason, None).start(new_id, ownership)
 
 
 class _Copy:
@@ -94,6 +96,7 @@ class _Copy:
         events: Sequence[Event],
         flow: Flow[..., Any] | None,
         principal: str | None,
+        reason: str,
         from_step: str | None,
     ) -> None:
         self.engine = engine
@@ -102,7 +105,12 @@ class _Copy:
         self.source = events[0].execution_id
         self.fold = _folded(self.source, self.events)
         self.deadline_micros = 0
-        self.lineage = {"execution": self.source, "step": from_step, "principal": principal}
+        self.lineage = {
+            "execution": self.source,
+            "step": from_step,
+            "principal": principal,
+            "reason": reason or None,
+        }
         target = flow or flow_for(engine, self.fold)
         if target.id != self.fold.flow_id:
             raise InvalidInputError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,11 +67,36 @@ class ActCommand(BaseCommand):
                 "the answer is kept: the flow is running, and takes it when it comes to this wait"
             )
         elif not done.events:
-            self.stdout.write(self.nothing_appended)
+            for line in self.describe(done, dry_run=options["dry_run"]):
+                self.stdout.write(line)
         if done.runs == "worker":
             self.stdout.write("a worker takes it up")
 
+    def describe(self, done: Done, *, dry_run: bool) -> list[str]:
+        """What is printed of an act that appends nothing to the log."""
+        return [self.nothing_appended]
+
     nothing_appended: ClassVar[str] = "there was nothing to do; nothing was appended"
+
+
+class CopyCommand(ActCommand):
+    """An act that starts a new execution over what another one had done."""
+
+    def add_act_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--new-id", metavar="ID", help="Of the new execution; makes it idempotent (default: made up)."
+        )
+
+    def describe(self, done: Done, *, dry_run: bool) -> list[str]:
+        copy = done.started
+        if copy is None:
+            return []
+        if not copy.created:
+            return [f"this copy was made before: {copy.execution_id}"]
+        started = "would start" if dry_run else "started"
+        steps = ", ".join(copy.steps) or "none"
+        name = copy.execution_id or "an execution"
+        return [f"{started} {name} of {copy.flow_id} version {copy.version}; steps kept: {steps}"]
 
 
 def add_act_options(
@@ -114,6 +140,9 @@ def _described(done: Done, operator: Operator, *, dry_run: bool) -> dict[str, An
         "fresh_key": done.fresh_key or None,
         "runs": done.runs,
         "kept": done.kept,
+        "message": done.message or None,
+        "started": done.started and dataclasses.asdict(done.started),
+        "wakes": done.wakes,
     }
 
 

@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 from loom_django.definitions import Tool
-from loom_django.engine import answers
+from loom_django.engine import answers, forks, inbox
 from loom_django.engine.answers import MISSING
 from loom_django.engine.code import flow_for
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.outside import Appended, Landing, append_note, load_existing
+from loom_django.engine.start import Started
 from loom_django.errors import (
     ExecutionNotFoundError,
     FlowCodeMismatchError,
@@ -33,20 +34,22 @@ from loom_django.errors import (
     OperatorDeniedError,
     ResumeRefusedError,
 )
-from loom_django.kernel import codec
+from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_ERROR, ON_POISONED, FrameStatus, Status, is_reserved
+from loom_django.kernel.state import ON_ERROR, ON_MESSAGE, ON_POISONED, FrameStatus, Status, is_reserved
 from loom_django.services import recovery, typed_json
 from loom_django.services.dispatch import (
     Dispatcher,
     InlineDispatcher,
     Ticket,
     WorkerDispatcher,
+    dispatch_start,
 )
 from loom_django.services.redrive import look_now
-from loom_django.stores.base import READY, Acquired, Commit, Ownership, Store
+from loom_django.services.timers import TimerService
+from loom_django.stores.base import READY, Acquired, Commit, Ownership, SequenceOccupied, Store
 
 if typing.TYPE_CHECKING:
     from loom_django.engine.journal import Journal
@@ -78,12 +81,18 @@ class Act(enum.StrEnum):
     CANCEL_EXECUTION = "cancel_execution"
     RETRY_ERROR = "retry_error"
     RECOVER_EXECUTION = "recover_execution"
+    SEND_MESSAGE = "send_message"
+    FORK_EXECUTION = "fork_execution"
+    RERUN_EXECUTION = "rerun_execution"
+    WAKE_TIMER = "wake_timer"
+    RECORD_OUTCOME = "record_outcome"
     PAUSE_SCHEDULE = "pause_schedule"
     TRIGGER_SCHEDULE = "trigger_schedule"
 
     @property
     def permission(self) -> str:
-        return f"loom.{self.value}"
+        # What became of an effect is said by the same people, before the end and after it.
+        return f"loom.{Act.RESOLVE_STEP if self is Act.RECORD_OUTCOME else self}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +119,30 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """The execution that a fork or a rerun made: ``steps`` it has, over so many copied ``events``.
+
+    ``created`` is False if this very copy had been made before; then nothing was done. ``execution_id`` is ""
+    where an id would be made up.
+    """
+
+    execution_id: str
+    flow_id: str
+    version: int
+    created: bool
+    steps: tuple[str, ...] = ()
+    events: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """What an act appended, or with ``dry_run`` would append.
 
-    ``events`` is empty if there was nothing to do. ``runs`` tells who goes on with the execution: this process
-    after the commit, a worker, or nobody. ``fresh_key`` is the key that a retry-fresh verdict gives the step.
-    ``kept`` says that the flow is running, and takes the answer when it comes to the wait.
+    ``events`` is empty if nothing is appended to the execution's log. ``runs`` tells who goes on with the
+    execution, or with the new one: this process after the commit, a worker, or nobody. ``fresh_key`` is the key
+    that a retry-fresh verdict gives the step. ``kept`` says that the flow is running, and takes the answer when
+    it comes to the wait. ``started`` is what a fork or a rerun made, ``message`` what became of a message,
+    ``wakes`` how many wakes are tried now.
     """
 
     act: Act
@@ -124,6 +151,9 @@ class Done:
     runs: typing.Literal["here", "worker", "nobody"]
     fresh_key: str = ""
     kept: bool = False
+    started: Copied | None = None
+    message: typing.Literal["", "taken", "kept", "known"] = ""
+    wakes: int = 0
 
     @property
     def sequence(self) -> int | None:
@@ -399,6 +429,239 @@ def _still_asks(fold: Fold, wait_id: str) -> None:
     )
 
 
+def send_message(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    name: str,
+    payload: Any = None,
+    *,
+    reason: str,
+    message_id: str | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Send a message to a flow's ``ctx.receive(name)``. The log names who sent it when the flow takes it.
+
+    ``message`` of what is returned: "taken" if the flow waits for it, "kept" until it does, "known" if one of that
+    ``message_id`` was sent before, and nothing was done.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason. InvalidIdError: no name.
+        ExecutionNotFoundError: no such execution. ExecutionClosedError: it has ended.
+        UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
+    """
+    act = Act.SEND_MESSAGE
+    engine, over = _prepare(loom, operator, act, execution_id, reason, dry_run=dry_run)
+    sent = inbox.send(
+        engine,
+        execution_id,
+        name,
+        payload,
+        message_id=message_id,
+        principal=operator.name,
+        reason=reason.strip(),
+    )
+    if not sent:
+        return Done(act, execution_id, (), "nobody", message="known")
+    fold = folded(load_existing(engine, execution_id).events)
+    wanted = any(wait.on == ON_MESSAGE and wait.correlation_key == name for wait in fold.pending_waits())
+    done = Done(
+        act, execution_id, (), over.runs if wanted else "nobody", message="taken" if wanted else "kept"
+    )
+    if not dry_run:
+        _announce(operator, act, execution_id, reason, done)
+        loom.engine.store.on_commit(lambda: look_now(loom.engine, lambda: over.dispatcher, execution_id))
+    return done
+
+
+def fork_execution(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    from_step: str,
+    *,
+    reason: str,
+    new_execution_id: str | None = None,
+    version: int | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Start a new execution over what one had done before a step was first begun. The source is not touched.
+
+    Args:
+        new_execution_id: makes it idempotent; made up if left out.
+        version: of the flow that the copy runs under; the recorded one if left out.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason; it never began that step, or cannot be
+            copied there. ExecutionNotFoundError: no such execution. FlowNotFoundError: no such version.
+        ExecutionConflictError: the new id is taken. FlowCodeMismatchError: the recorded version is not registered.
+    """
+
+    def copy(engine: Engine, ownership: Ownership) -> Started:
+        flow = None
+        if version is not None:
+            recorded = load_existing(engine, execution_id).events[0].data["flow"]
+            flow = engine.registry.current(recorded, version)
+        return forks.fork(
+            engine,
+            execution_id,
+            keys.check_id(from_step, "from_step"),
+            ownership,
+            new_id=new_execution_id,
+            flow=flow,
+            principal=operator.name,
+            reason=reason.strip(),
+        )
+
+    return _copy(
+        loom, operator, Act.FORK_EXECUTION, execution_id, reason, new_execution_id, copy, dry_run=dry_run
+    )
+
+
+def rerun_execution(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    *,
+    reason: str,
+    new_execution_id: str | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Start a failed execution again as a new one, from the step that it failed with.
+
+    Raises:
+        InvalidInputError: no reason; or it has not failed. For the rest see :func:`fork_execution`.
+    """
+
+    def copy(engine: Engine, ownership: Ownership) -> Started:
+        return forks.rerun(
+            engine,
+            execution_id,
+            ownership,
+            new_id=new_execution_id,
+            principal=operator.name,
+            reason=reason.strip(),
+        )
+
+    return _copy(
+        loom, operator, Act.RERUN_EXECUTION, execution_id, reason, new_execution_id, copy, dry_run=dry_run
+    )
+
+
+def _copy(
+    loom: Host,
+    operator: Operator,
+    act: Act,
+    execution_id: str,
+    reason: str,
+    new_id: str | None,
+    copy: Callable[[Engine, Ownership], Started],
+    *,
+    dry_run: bool,
+) -> Done:
+    engine, over = _prepare(loom, operator, act, execution_id, reason, dry_run=dry_run)
+    if new_id is not None:
+        keys.check_execution_id(new_id, "the new id")
+    started = copy(engine, over.ticket.ownership)
+    done = Done(
+        act,
+        execution_id,
+        (),
+        over.runs if started.created else "nobody",
+        started=_copied(started, loom.engine),
+    )
+    if dry_run and new_id is None and done.started is not None:
+        done = dataclasses.replace(done, started=dataclasses.replace(done.started, execution_id=""))
+    if not dry_run and started.created:
+        _announce(operator, act, execution_id, reason, done)
+        dispatch_start(loom.engine, over.dispatcher, started, over.ticket)
+    return done
+
+
+def _copied(started: Started, engine: Engine) -> Copied:
+    journal = started.journal
+    fold = folded(engine.store.read(started.execution_id, limit=1)) if journal is None else journal.fold
+    return Copied(
+        started.execution_id,
+        started.flow_id,
+        fold.version,
+        started.created,
+        tuple(step for step, frame in fold.frames.items() if frame.status is FrameStatus.COMPLETED),
+        fold.last_sequence,
+    )
+
+
+def wake_timer(
+    loom: Host, operator: Operator, execution_id: str, *, reason: str, dry_run: bool = False
+) -> Done:
+    """Have the wakes of an execution tried now that are due, and were put off since they could not be served.
+
+    Nothing is appended by the act itself. A wake whose time has not come is left alone.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason.
+        ExecutionNotFoundError: no such execution. ResumeRefusedError: no wake of it is due.
+    """
+    act = Act.WAKE_TIMER
+    engine, over = _prepare(loom, operator, act, execution_id, reason, dry_run=dry_run)
+    fold = folded(load_existing(engine, execution_id).events)
+    store = loom.engine.store
+    rows, now = store.timers(execution_id), store.now()
+    due = [row for row in rows if row.wake_at <= now]
+    if not due:
+        following = min((row.wake_at for row in rows), default=None)
+        detail = f"The next is due at {following.isoformat()}." if following else "None is owed to it."
+        raise ResumeRefusedError(execution_id, "not-due", detail)
+    done = Done(act, execution_id, (), over.runs, wakes=len(due))
+    if dry_run:
+        return done
+    _announce(operator, act, execution_id, reason, done)
+    for row in due:
+        if row.not_before is not None:
+            store.put_off(row, delay=0.0, tries=0)
+    if over.runs == "worker":
+        store.on_commit(loom.engine.ring)
+    else:
+        timers = TimerService(loom.engine, lambda: over.dispatcher)
+        store.on_commit(lambda: timers.serve_one(execution_id, fold.flow_id, fold.version))
+    return done
+
+
+def record_outcome(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    outcome: str,
+    payload: Any = None,
+    *,
+    reason: str,
+    step_id: str | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Note something about an execution that has ended; with a step, what became of its effect in doubt.
+
+    It needs the permission for verdicts.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason; or it has not ended.
+        VerdictRefusedError: the step is not in doubt (any more).
+        UnencodableValueError, PayloadTooLargeError: the payload cannot be recorded.
+    """
+
+    def append(engine: Engine, ownership: Ownership) -> Appended:
+        return answers.record_outcome(
+            engine,
+            execution_id,
+            keys.check_id(outcome, "outcome"),
+            payload,
+            step_id=step_id,
+            principal=operator.name,
+            reason=reason.strip(),
+        )
+
+    return _perform(loom, operator, Act.RECORD_OUTCOME, execution_id, reason, append, dry_run=dry_run)
+
+
 # How an act is carried out.
 
 
@@ -443,16 +706,11 @@ def _perform(
     *,
     dry_run: bool,
 ) -> Done:
-    _admit(loom, operator, act, execution_id, reason)
+    engine, over = _prepare(loom, operator, act, execution_id, reason, dry_run=dry_run)
     store = loom.engine.store
-    store.check_caller(f"the act {act.value}", answers=True)
-    over = hand_over(loom)
-    engine = loom.engine
-    if dry_run:
-        engine = dataclasses.replace(engine, store=cast(Store, _Rehearsal(store)))
     appended = append(engine, over.ticket.ownership)
     events = appended.events
-    goes_on = bool(events) and act is not Act.CANCEL_EXECUTION
+    goes_on = bool(events) and act not in (Act.CANCEL_EXECUTION, Act.RECORD_OUTCOME)
     done = Done(act, execution_id, events, over.runs if goes_on else "nobody", kept=appended.kept)
     if not dry_run:
         _announce(operator, act, execution_id, reason, done)
@@ -461,6 +719,18 @@ def _perform(
         if appended.kept:
             store.on_commit(lambda: look_now(loom.engine, lambda: over.dispatcher, execution_id))
     return done
+
+
+def _prepare(
+    loom: Host, operator: Operator, act: Act, execution_id: str, reason: str, *, dry_run: bool
+) -> tuple[Engine, HandOver]:
+    """Admit an act; the engine that it appends with, and who goes on."""
+    _admit(loom, operator, act, execution_id, reason)
+    loom.engine.store.check_caller(f"the act {act.value}", answers=True)
+    over = hand_over(loom)
+    if dry_run:
+        return dataclasses.replace(loom.engine, store=cast(Store, _Rehearsal(loom.engine.store))), over
+    return loom.engine, over
 
 
 def _admit(loom: Host, operator: Operator, act: Act, execution_id: str, reason: str) -> None:
@@ -502,12 +772,17 @@ class _Rehearsal:
 
     def append(self, commit: Commit) -> None:
         commit.check()
+        if commit.new is not None and self._store.status(commit.execution_id) is not None:
+            raise SequenceOccupied(commit.execution_id, commit.first_sequence)
 
     def append_if_unchanged(self, commit: Commit, *, fence: int) -> None:
         commit.check()
 
-    def send_unless_answered(self, execution_id: str, *, name: str, message_id: str, **_: Any) -> bool:
+    def send(self, execution_id: str, *, name: str, message_id: str, **_: Any) -> bool:
         return all(there.message_id != message_id for there in self._store.inbox(execution_id, name))
+
+    def send_unless_answered(self, execution_id: str, **given: Any) -> bool:
+        return self.send(execution_id, **given)
 
     def acquire_fence(self, execution_id: str) -> int:
         return self._store.fence(execution_id) + 1

@@ -68,6 +68,14 @@ class TimerService:
             self._serve(due)
         return bool(dues)
 
+    def serve_one(self, execution_id: str, flow_id: str, version: int) -> None:
+        """Serve the due rows of one execution, whether or not they are held back."""
+        store = self.engine.store
+        now = store.now()
+        for row in store.timers(execution_id):
+            if row.wake_at <= now:
+                self._serve(Due(row, now, flow_id, version))
+
     def _serve(self, due: Due) -> None:
         try:
             self._fire(due)

@@ -109,6 +109,8 @@ class Message:
     message_id: str
     body: str  # the payload in the codec's form, as text
     wait: str = ""  # the wait that an answer was stored for; "" for a message
+    principal: str = ""  # the person who sent it, and why; "" for a program
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,11 +560,14 @@ class InboxStore(Protocol):
         body: str,
         wait: str = "",
         receiver: str | None = None,
+        principal: str = "",
+        reason: str = "",
     ) -> bool:
         """Store a message, add 1 to the receiver's wakes and leave a due re-drive row; one transaction.
 
         ``execution_id`` is the chain that owns inbox and wakes, ``receiver`` the member that the re-drive
         row is for (None: the same). False if a message of that id is there already (nothing changes).
+        ``principal`` and ``reason`` are kept with a message that a person sent.
         """
 
     def send_unless_answered(

@@ -598,12 +598,16 @@ class MemoryStore:
         body: str,
         wait: str = "",
         receiver: str | None = None,
+        principal: str = "",
+        reason: str = "",
     ) -> bool:
         with self._lock:
             inbox = self._tables.inboxes[execution_id]
             if message_id in inbox:
                 return False
-            inbox[message_id] = Message(next(self._numbers), execution_id, name, message_id, body, wait)
+            inbox[message_id] = Message(
+                next(self._numbers), execution_id, name, message_id, body, wait, principal, reason
+            )
             self._wake(execution_id, receiver or execution_id, self.now())
             return True
 

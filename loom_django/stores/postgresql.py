@@ -158,8 +158,9 @@ OWN: Final = named(
         "of the same id, and only if it is new do the others follow.",
         f"""
         with sent as (
-            insert into loom_message (execution_id, name, message_id, payload, sent_at, taken, wait)
-            values (%(id)s, %(name)s, %(message_id)s, %(body)s, $now, false, %(wait)s)
+            insert into loom_message
+            (execution_id, name, message_id, payload, sent_at, taken, wait, principal, reason)
+            values (%(id)s, %(name)s, %(message_id)s, %(body)s, $now, false, %(wait)s, %(principal)s, %(reason)s)
             on conflict (execution_id, message_id) do nothing
             returning number
         ), woken as (
@@ -541,8 +542,11 @@ class PostgresStore(SqlStore):
         body: str,
         wait: str = "",
         receiver: str | None = None,
+        principal: str = "",
+        reason: str = "",
     ) -> bool:
         message = {"id": execution_id, "name": name, "message_id": message_id, "body": body, "wait": wait}
+        message |= {"principal": principal, "reason": reason}
         return bool(self._run("send", {**message, "receiver": receiver or execution_id}))
 
     @property

@@ -590,6 +590,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         body: str,
         wait: str = "",
         receiver: str | None = None,
+        principal: str = "",
+        reason: str = "",
     ) -> bool: ...
 
     def send_unless_answered(

@@ -153,8 +153,9 @@ OWN: Final = named(
         "message",
         "A message, unless its id is there.",
         """
-        insert into loom_message (execution_id, name, message_id, payload, sent_at, taken, wait)
-        values (%(id)s, %(name)s, %(message_id)s, %(body)s, $now, 0, %(wait)s)
+        insert into loom_message
+        (execution_id, name, message_id, payload, sent_at, taken, wait, principal, reason)
+        values (%(id)s, %(name)s, %(message_id)s, %(body)s, $now, 0, %(wait)s, %(principal)s, %(reason)s)
         on conflict (execution_id, message_id) do nothing
         returning number
         """,
@@ -467,8 +468,11 @@ class SqliteStore(SqlStore):
         body: str,
         wait: str = "",
         receiver: str | None = None,
+        principal: str = "",
+        reason: str = "",
     ) -> bool:
         message = {"id": execution_id, "name": name, "message_id": message_id, "body": body, "wait": wait}
+        message |= {"principal": principal, "reason": reason}
 
         def send() -> bool:
             if not self._run("message", message):

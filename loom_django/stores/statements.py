@@ -470,7 +470,7 @@ SHARED: Final = named(
         "inbox",
         "What no commit has taken, oldest first.",
         """
-        select number, execution_id, name, message_id, $text(payload), wait from loom_message
+        select number, execution_id, name, message_id, $text(payload), wait, principal, reason from loom_message
         where execution_id = %(id)s and name = %(name)s and not taken order by number
         """,
         repeatable=True,

@@ -1918,11 +1918,11 @@ class InboxStoreConformance(StoreConformance):
         assert self.store.message_names(log.id) == {"n", "other"}
 
     def test_a_message_tells_all_of_itself(self) -> None:
-        """To whom, under which name and id, and for which wait an answer is kept."""
+        """To whom, under which name and id, for which wait an answer is kept, and who sent it why."""
         log = self.running()
-        self.send(log, "1", message_id="m-1", wait="w-1")
+        self.send(log, "1", message_id="m-1", wait="w-1", principal="anna", reason="on \u2028 paper")
         (message,) = self.store.inbox(log.id, "n")
-        assert message == Message(message.number, log.id, "n", "m-1", "1", "w-1")
+        assert message == Message(message.number, log.id, "n", "m-1", "1", "w-1", "anna", "on \u2028 paper")
 
     def test_a_message_id_is_taken_once(self) -> None:
         """Sent again, under whatever name, nothing changes: no message, no wake, no row."""

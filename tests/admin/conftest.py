@@ -10,9 +10,20 @@ from django.urls import reverse
 
 from loom_django.engine.core import NoKeeper
 from loom_django.runtime import loom
+from loom_django.stores.base import ANY_FLOW, Due, TimerRow
 from tests.admin import flows
 
-ACTS = ("resolve_step", "resume_execution", "cancel_execution", "retry_error", "recover_execution")
+ACTS = (
+    "resolve_step",
+    "resume_execution",
+    "cancel_execution",
+    "retry_error",
+    "recover_execution",
+    "send_message",
+    "fork_execution",
+    "rerun_execution",
+    "wake_timer",
+)
 LOOK = ("view_execution", "view_event", "view_payload", "view_timer", "view_lease")
 
 
@@ -82,6 +93,15 @@ def in_doubt(execution_id: str, *args: Any, **kwargs: Any) -> int:
 
 def question(execution_id: str, step: str = "transfer") -> int:
     return loom.state(execution_id).frames[step].in_doubt_sequence
+
+
+def put_off(execution_id: str) -> TimerRow:
+    """Have a sleeping execution's wake be due, and held back for ten minutes as after a failure; the row."""
+    flows.nap.using(execution_id=execution_id).start(hours=1e-9)
+    dues: list[Due] = []
+    while not dues:  # a moment away
+        dues = loom.store.claim_due(limit=1, hold=600, known=ANY_FLOW, redrive=True)
+    return dues[0].row
 
 
 def verdict(sequence: int, resolution: str = "completed-with-result", **given: Any) -> dict[str, Any]:

@@ -81,6 +81,11 @@ def nap(ctx: FlowContext, hours: float = 1) -> str:
     return "awake"
 
 
+@flow("listen")
+def listen(ctx: FlowContext) -> Any:
+    return ctx.receive("carrier")
+
+
 # Errors that the body raises, one a run.
 bugs: list[BaseException] = []
 

@@ -59,6 +59,28 @@ def test_a_body_runs_outside_of_the_requests_transaction(console, atomic_request
     assert question("x") > sequence
 
 
+def test_a_copy_and_a_woken_flow_run_outside_of_the_requests_transaction(
+    console, atomic_requests, monkeypatch
+):
+    """A fork's body and the one that takes a message begin after the commit."""
+    flows.listen.using(execution_id="x").start()
+    flows.ask.using(execution_id="z").start()
+    seen = []
+
+    def spy(execution_id, ticket, journal, original=loom.dispatcher.dispatch):
+        seen.append((execution_id, connection.in_atomic_block))
+        original(execution_id, ticket, journal)
+
+    monkeypatch.setattr(loom.dispatcher, "dispatch", spy)
+    sent = {"reason": "r", "stage": "confirm"}
+    message = {**sent, "name": "carrier", "payload": "1", "message_id": "m"}
+    assert console.post(url("execution_send", "x"), message).status_code == 302
+    copy = {**sent, "from_step": "label", "version": "", "new_id": "y"}
+    assert console.post(url("execution_fork", "z"), copy).status_code == 302
+    assert seen == [("x", False), ("y", False)]
+    assert (loom.state("x").result, loom.state("y").parked) == (1, True)
+
+
 def test_with_workers_an_act_leaves_the_execution_ready(console, by_worker, atomic_requests):
     """No body runs in the request, and the message says who takes it up."""
     flows.pay.using(execution_id="x").start()

@@ -7,7 +7,7 @@ from django.contrib.admin.models import LogEntry
 
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import client_of, in_doubt, kinds, make_user, question, url, verdict
+from tests.admin.conftest import client_of, in_doubt, kinds, make_user, put_off, question, url, verdict
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -180,3 +180,100 @@ def test_changed_code_is_refused_on_an_ordinary_page(console, monkeypatch):
     assert page.status_code == 409
     assert kinds("x") == before
     assert console.get(url("execution_change", "x")).status_code == 200
+
+
+def test_a_form_that_is_sent_twice_makes_one_execution(console):
+    """The id travels with the form: the second time leads to the copy that was made."""
+    flows.ask.using(execution_id="x").start()
+    sent = {"from_step": "label", "version": "", "new_id": "y", "reason": "r", "stage": "confirm"}
+    assert "y" in console.post(url("execution_fork", "x"), sent, follow=True).content.decode()
+    before = kinds("y")
+    again = console.post(url("execution_fork", "x"), sent, follow=True)
+    assert "was made already" in again.content.decode()
+    assert kinds("y") == before
+    page = console.get(url("execution_change", "y")).content.decode()
+    assert f'href="{url("execution_change", "x")}"' in page  # whose copy it is
+    assert "label" in page
+
+
+@pytest.mark.parametrize("stage", ["preview", "confirm"])
+def test_a_copy_does_not_take_an_id_that_is_taken(console, bea, stage):
+    """Neither a preview nor the act says that it would."""
+    flows.ask.using(execution_id="x").start()
+    flows.ask.using(execution_id="y").start()
+    before = kinds("y")
+    sent = {"from_step": "label", "version": "", "new_id": "y", "reason": "r", "stage": stage}
+    page = console.post(url("execution_fork", "x"), sent)
+    assert page.status_code == 409
+    assert "exists already" in page.content.decode()
+    assert kinds("y") == before
+
+
+def test_a_rerun_is_of_what_has_failed(console):
+    """A form that is guessed for another execution says so."""
+    flows.ask.using(execution_id="x").start()
+    page = console.post(url("execution_rerun", "x"), {"new_id": "y", "reason": "r", "stage": "confirm"})
+    assert (page.status_code, "has not failed" in page.content.decode()) == (200, True)
+    assert loom.store.status("y") is None
+
+
+def test_a_message_that_is_sent_twice_is_one(console):
+    """The message's id travels with the form."""
+    flows.ask.using(execution_id="x").start()
+    sent = {"name": "n", "payload": "1", "message_id": "m", "reason": "r", "stage": "confirm"}
+    assert "in the inbox" in console.post(url("execution_send", "x"), sent, follow=True).content.decode()
+    assert "sent already" in console.post(url("execution_send", "x"), sent, follow=True).content.decode()
+    [message] = loom.store.inbox("x", "n")
+    assert (message.principal, message.reason) == ("anna", "r")
+
+
+def test_a_message_to_what_has_ended_is_refused(console):
+    """On an ordinary page; nothing is stored."""
+    flows.ask.using(execution_id="x").start()
+    loom.cancel("x")
+    sent = {"name": "n", "payload": "1", "message_id": "m", "reason": "r", "stage": "confirm"}
+    assert console.post(url("execution_send", "x"), sent).status_code == 409
+    assert loom.store.inbox("x", "n") == []
+
+
+def test_an_outcome_is_noted_once_for_a_doubt(console):
+    """Whoever comes second reads that the step is not in doubt any more; a note on the whole is always possible."""
+    in_doubt("x")
+    loom.cancel("x")
+    queue = console.get(url("in_doubt")).content.decode()
+    assert url("execution_outcome", "x", step="transfer") in queue
+    sent = {"step": "transfer", "outcome": "paid", "payload": '{"tx": 7}', "reason": "r", "stage": "confirm"}
+    assert console.post(url("execution_outcome", "x"), sent).status_code == 302
+    before = kinds("x")
+    assert console.post(url("execution_outcome", "x"), sent).status_code == 409
+    assert kinds("x") == before
+    assert console.post(url("execution_outcome", "x"), {**sent, "step": ""}).status_code == 302
+    noted = loom.history("x", kinds=["OUTCOME_RECORDED"])
+    assert [(event.data.get("step"), event.data["reason"]) for event in noted] == [
+        ("transfer", "r"),
+        (None, "r"),
+    ]
+    assert "Nothing is in doubt" in console.get(url("in_doubt")).content.decode()
+
+
+def test_what_sleeps_is_not_woken_before_its_time(console):
+    """A wake that is not due is left alone, and the page says when it is."""
+    flows.nap.using(execution_id="x").start()
+    [row] = loom.store.timers("x")
+    page = console.post(url("execution_wake", "x"), {"reason": "r", "stage": "confirm"})
+    assert page.status_code == 409
+    assert row.wake_at.isoformat() in page.content.decode()
+    assert loom.store.timers("x") == [row]
+    assert url("execution_wake", "x") not in console.get(url("execution_change", "x")).content.decode()
+
+
+def test_a_wake_that_was_put_off_is_left_to_a_loop(console):
+    """Where a loop was seen alive, the row is due for it at once, and its tries count anew."""
+    put_off("x")
+    loom.store.beat("elsewhere:1:a", "timers")
+    page = console.post(url("execution_wake", "x"), {"reason": "r", "stage": "confirm"}, follow=True)
+    assert "tried now" in page.content.decode()
+    [row] = loom.store.timers("x")
+    assert row.not_before is not None
+    assert row.not_before <= loom.store.now()
+    assert loom.state("x").parked

@@ -7,12 +7,13 @@ import json
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import Group, Permission, User
 from django.core.management import CommandError, call_command
 
 from loom_django.kernel.state import Status
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import _clean_slate, in_doubt, kinds, make_user, question
+from tests.admin.conftest import _clean_slate, in_doubt, kinds, make_user, put_off, question
 
 __all__ = ["_clean_slate"]
 
@@ -233,3 +234,143 @@ def test_a_history_is_printed_for_machines():
     assert lines[0]["payload"] == loom.history("order-1")[0].data
     assert [line["sequence"] for line in lines] == list(range(1, len(lines) + 1))
     assert json.loads(run("loom_history", "order-1", "--after", "2", "--format", "json")) == lines[2:]
+
+
+def described(name: str, *args: Any) -> Any:
+    """What a command says to a machine."""
+    return json.loads(run(name, *args, "--reason", "r", "--format", "json"))
+
+
+def test_a_message_is_sent_at_the_shell():
+    """It is taken by who waits for it, with the name of who sent it; the same id again is dropped."""
+    flows.listen.using(execution_id="x").start()
+    args = ("loom_send", "x", "carrier", "--payload", '{"status": 1}', "--message-id", "m")
+    rehearsed = described(*args, "--dry-run")
+    assert (rehearsed["message"], kinds("x")[-1]) == ("taken", "EXECUTION_SUSPENDED")
+    assert "the flow waits for it" in run(*args, "--reason", "seen on paper")
+    assert loom.handle("x").result() == {"status": 1}
+    for kind in ("MESSAGE_CONSUMED", "EXECUTION_RESUMED"):
+        [event] = loom.history("x", kinds=[kind])
+        assert event.data["principal"].startswith("shell:")
+        assert event.data["reason"] == "seen on paper"
+    assert refused(*args, "--reason", "r")[0] == 1  # it has ended
+
+
+def test_a_message_is_kept_until_it_is_wanted():
+    """A name that nobody receives now is no slip: the flow may come to it."""
+    flows.ask.using(execution_id="x").start()
+    args = ("loom_send", "x", "later", "--message-id", "m")
+    assert [described(*args)["message"], described(*args)["message"]] == ["kept", "known"]
+    assert len(loom.store.inbox("x", "later")) == 1
+
+
+def test_a_fork_is_made_at_the_shell():
+    """Under the id that was given, once, with the steps before the one that was named."""
+    in_doubt("x", twice=True)
+    run("loom_resolve", "x", "transfer", "--completed", "1", "--reason", "r")
+    args = ("loom_fork", "x", "--from-step", "second_transfer", "--new-id", "y")
+    rehearsed = described(*args, "--dry-run")["started"]
+    assert (rehearsed["created"], rehearsed["steps"]) == (True, ["transfer"])
+    assert loom.store.status("y") is None
+    assert "started y of pay version 1; steps kept: transfer" in run(*args, "--reason", "again")
+    assert loom.state("y").frames["transfer"].output == 1
+    lineage = loom.state("y").options["forked_from"]
+    assert (lineage["execution"], lineage["step"], lineage["reason"]) == ("x", "second_transfer", "again")
+    assert "was made before" in run(*args, "--reason", "r")
+    assert refused("loom_fork", "x", "--from-step", "nowhere", "--reason", "r")[0] == 2
+    assert refused(*args, "--flow-version", "9", "--reason", "r")[0] == 1
+
+
+def test_a_failed_execution_is_run_again_at_the_shell():
+    """As a new one, whose id is made up unless it is given."""
+    flows.broken.using(execution_id="x").start("boom")
+    assert described("loom_rerun", "x", "--dry-run")["started"]["execution_id"] == ""
+    made = described("loom_rerun", "x")["started"]
+    assert loom.state(made["execution_id"]).options["forked_from"]["execution"] == "x"
+    flows.ask.using(execution_id="z").start()
+    code, message = refused("loom_rerun", "z", "--reason", "r")
+    assert (code, "has not failed" in message) == (2, True)
+
+
+def test_a_wake_that_was_put_off_is_tried_at_the_shell():
+    """Now, and not ten minutes later; what is not due is left alone."""
+    put_off("x")
+    assert described("loom_wake", "x", "--dry-run")["wakes"] == 1
+    assert loom.state("x").parked
+    assert "are tried now: 1" in run("loom_wake", "x", "--reason", "the code is back")
+    assert loom.handle("x").result() == "awake"
+    flows.nap.using(execution_id="z").start()
+    code, message = refused("loom_wake", "z", "--reason", "r")
+    assert (code, "no act brings that forward" in message) == (1, True)
+
+
+def test_a_wake_that_fails_again_is_put_off_and_told_again(caplog, monkeypatch):
+    """Whoever asked for it learns why; the row stays."""
+    put_off("x")
+    from loom_django.definitions import registry
+
+    monkeypatch.setitem(registry._flows, "nap", {})
+    run("loom_wake", "x", "--reason", "r")
+    [row] = loom.store.timers("x")
+    assert row.not_before is not None
+    assert row.not_before > loom.store.now()
+    assert [record.getMessage().startswith("a wake is put off") for record in caplog.records].count(True) == 1
+
+
+def test_an_outcome_is_recorded_at_the_shell():
+    """After the end only; with a step, the doubt is settled."""
+    in_doubt("x")
+    args = ("loom_record_outcome", "x", "paid", "--step", "transfer", "--payload", '{"tx": 7}')
+    assert refused(*args, "--reason", "r")[0] == 2  # it has not ended: that takes a verdict
+    loom.cancel("x")
+    assert described(*args, "--dry-run")["events"] == [
+        {"sequence": len(kinds("x")) + 1, "kind": "OUTCOME_RECORDED"}
+    ]
+    run(*args, "--reason", "seen at the bank")
+    [noted] = loom.history("x", kinds=["OUTCOME_RECORDED"])
+    assert (noted.data["outcome"], noted.data["reason"]) == ("paid", "seen at the bank")
+    assert loom.state("x").in_doubt == ()
+    assert refused(*args, "--reason", "r")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "permission"),
+    [
+        (("loom_send", "x", "n"), "send_message"),
+        (("loom_fork", "x", "--from-step", "transfer"), "fork_execution"),
+        (("loom_rerun", "x"), "rerun_execution"),
+        (("loom_wake", "x"), "wake_timer"),
+        (("loom_record_outcome", "x", "paid"), "resolve_step"),
+    ],
+)
+def test_a_user_without_the_permission_is_refused_before_anything_is_judged(args, permission):
+    """Whether the act would be possible is none of their business; the attempt is recorded."""
+    in_doubt("x")
+    make_user("ben", "view_execution")
+    code, message = refused(*args, "--reason", "r", "--user", "ben")
+    assert (code, f"loom.{permission}" in message) == (1, True)
+    assert kinds("x")[-1] == "EXECUTION_DENIED"
+
+
+def test_who_may_do_what_is_listed():
+    """Directly, by a group, or as a superuser; nobody who is inactive."""
+    make_user("anna", "cancel_execution")
+    ben = make_user("ben")
+    group = Group.objects.create(name="night shift")
+    group.permissions.set(Permission.objects.filter(codename__in=["cancel_execution", "wake_timer"]))
+    ben.groups.add(group)
+    User.objects.create_superuser("root", password="x")
+    gone = make_user("gone", "wake_timer")
+    gone.is_active = False
+    gone.save()
+    found = json.loads(run("loom_operators", "--format", "json"))
+    assert found["loom.cancel_execution"] == [
+        {"user": "anna", "by": ["directly"]},
+        {"user": "ben", "by": ["group night shift"]},
+        {"user": "root", "by": ["superuser"]},
+    ]
+    assert [row["user"] for row in found["loom.wake_timer"]] == ["ben", "root"]
+    lines = run("loom_operators").splitlines()
+    [line] = [line for line in lines if line.startswith("loom.wake_timer ")]
+    assert line.endswith("ben (group night shift), root (superuser)")
+    assert set(found) == {line.split()[0] for line in lines}
