@@ -503,6 +503,20 @@ def check_retention(**kwargs: Any) -> list[CheckMessage]:
 
 
 @checks.register(TAG, deploy=True)
+def check_old_versions(**kwargs: Any) -> list[CheckMessage]:
+    """W043: only the database knows whether anybody still needs one."""
+    return [
+        checks.Warning(
+            f'Version {flow.version} of the flow "{flow.id}" is kept for the executions that it has started.',
+            hint="manage.py loom_deploy_check tells how many are left, and when it can be removed.",
+            id="loom.W043",
+        )
+        for flow in registry.all()
+        if flow.pinned
+    ]
+
+
+@checks.register(TAG, deploy=True)
 def check_notices(**kwargs: Any) -> list[CheckMessage]:
     """W042."""
     alias, notices = _setting("DATABASE"), _setting("NOTIFY")

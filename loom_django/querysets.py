@@ -48,8 +48,8 @@ class ExecutionQuerySet(ReadOnlyQuerySet):
         return self.filter(status=Status.FAILED)
 
     def live(self) -> ExecutionQuerySet:
-        """Not finished."""
-        return self.exclude(status__in=[str(status) for status in TERMINAL_STATUSES])
+        """Not finished. By the statuses that are wanted: the index by status finds them among what has ended."""
+        return self.filter(status__in=[str(status) for status in Status if status not in TERMINAL_STATUSES])
 
     def held(self) -> ExecutionQuerySet:
         """Under a lease, expired or not."""

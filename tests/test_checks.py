@@ -462,6 +462,17 @@ def test_w041_something_has_an_age(settings):
     assert conf.get_settings().RETENTION == {"FAILED": 86_400.0}
 
 
+def test_w043_an_old_version_is_kept_until_nobody_needs_it():
+    """Said at deploy time, with the command that knows."""
+
+    @flow("kept", pinned=True)
+    def body(ctx: FlowContext) -> None:
+        """An old one."""
+
+    assert "loom.W043" not in found()
+    assert "loom_deploy_check" in str(found(deploy=True)["loom.W043"].hint)
+
+
 # Schedules.
 
 
