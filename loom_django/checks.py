@@ -31,6 +31,7 @@ from loom_django.definitions import Flow, Tool, registry
 from loom_django.errors import LoomError
 from loom_django.kernel import codec
 from loom_django.kernel.advice import instead_of, type_name
+from loom_django.lint import Finding, Sources, findings_in
 from loom_django.scheduling import Schedule, schedules
 
 TAG: Final = "loom"
@@ -382,6 +383,32 @@ def check_type_names(**kwargs: Any) -> list[CheckMessage]:
         for entry in codec.registered_types()
         if not entry.explicit
     ]
+
+
+# Bodies of flows.
+
+
+@checks.register(TAG)
+def check_bodies(**kwargs: Any) -> list[CheckMessage]:
+    """W101 to W109."""
+    sources = Sources()
+    return [
+        checks.Warning(
+            finding.message,
+            hint=f"{finding.hint} If it is meant, end the line with  # loom: ok",
+            obj=f"{finding.filename}:{finding.line}",
+            id=f"loom.{finding.id}",
+        )
+        for flow in registry.all()
+        for finding in _findings(flow, sources)
+    ]
+
+
+def _findings(flow: Flow[..., Any], sources: Sources) -> list[Finding]:
+    try:
+        return findings_in(flow, sources)
+    except Exception:  # advice about code that runs: no oddity of it may stop a command
+        return []
 
 
 # Schedules.

@@ -22,7 +22,7 @@ from django.db import transaction
 from django.dispatch import Signal
 
 import loom_django
-from loom_django import checks, conf, definitions, errors, loom, models, signals
+from loom_django import checks, conf, definitions, errors, lint, loom, models, signals
 from loom_django.engine.context import AsyncFlowContext, FlowContext, StepContext
 from loom_django.kernel.events import Kind
 from loom_django.querysets import ExecutionQuerySet
@@ -69,6 +69,7 @@ def test_every_setting_is_in_the_reference():
 def test_every_check_is_in_the_reference():
     """Each id that the code can report, and no other one."""
     used = set(re.findall(r'id="(loom\.[EW]\d{3})"', inspect.getsource(checks)))
+    used |= {f"loom.{rule}" for rule in lint.IDS}
 
     assert used == set(re.findall(r"^\| `(loom\.[EW]\d{3})`", page("checks"), re.M))
 

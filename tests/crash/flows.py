@@ -284,7 +284,7 @@ def burns(ctx: FlowContext, seconds: float) -> int:
 @flow("blocks", steps=[block])
 async def blocks(ctx: AsyncFlowContext, seconds: float) -> None:
     await ctx.run(block, seconds)
-    time.sleep(seconds)
+    time.sleep(seconds)  # loom: ok
 
 
 @tool(idempotent=True)
