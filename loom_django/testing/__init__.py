@@ -1,7 +1,7 @@
 """For the tests of projects that use loom_django, and for those who write a store of their own.
 
-``harness()`` drives flows in a test, ``crash_sweep`` crashes them at every point, ``run_tool`` runs one tool
-alone, ``override_loom`` changes settings. pytest has the fixture ``loom_harness``.
+``harness()`` drives flows in a test, ``crash_sweep`` crashes them at every point, ``assert_replays`` plays an old log
+again, ``run_tool`` runs one tool alone, ``override_loom`` changes settings. pytest has the fixture ``loom_harness``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from loom_django.testing.crashes import SweepReport, SweptPoint, crash_sweep
     from loom_django.testing.determinism import NonDeterminismError
     from loom_django.testing.harnessing import Call, Doubt, Harness, harness
+    from loom_django.testing.replays import assert_replays, replay_live
     from loom_django.testing.settings import override_loom
     from loom_django.testing.tools import arun_tool, run_tool
 
@@ -38,9 +39,11 @@ __all__ = [
     "SweptPoint",
     "TimerStoreConformance",
     "arun_tool",
+    "assert_replays",
     "crash_sweep",
     "harness",
     "override_loom",
+    "replay_live",
     "run_tool",
 ]
 
@@ -57,6 +60,7 @@ _PLACES: Final = {
     "crashes": ["SweepReport", "SweptPoint", "crash_sweep"],
     "determinism": ["NonDeterminismError"],
     "harnessing": ["Call", "Doubt", "Harness", "harness"],
+    "replays": ["assert_replays", "replay_live"],
     "settings": ["override_loom"],
     "tools": ["arun_tool", "run_tool"],
 }

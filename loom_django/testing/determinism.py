@@ -67,20 +67,36 @@ def check_replay(engine: Engine, execution_id: str) -> None:
     Raises:
         NonDeterminismError: the body asks for something else than the log holds.
     """
-    events = _until_last_stop(engine.store.read(execution_id))
+    try:
+        replay(engine, engine.store.read(execution_id))
+    except FlowCodeMismatchError:
+        return  # a body that does not run here has nothing to be checked
+
+
+def replay(engine: Engine, log: Sequence[Event], flow: Flow[..., Any] | None = None) -> bool:
+    """Play a log against its flow, or the given one; False if no body has parked or ended in it.
+
+    What was recorded before the log was moved to other code need not be asked for by that code.
+
+    Raises:
+        NonDeterminismError: the body asks for something else than the log holds.
+        FlowCodeMismatchError: without ``flow``: no registered flow has the recorded code.
+    """
+    events = _until_last_stop(log)
     if not events:
-        return
+        return False
     fold = Fold()
     for event in events:
         fold.apply(event)
-    try:
-        flow = flow_for(engine, fold)
-    except FlowCodeMismatchError:
-        return  # a body that does not run here has nothing to be checked
-    _Replay(engine, Journal(engine, fold, fence=None, writer=0), flow, events[-1]).play()
+    target = flow or flow_for(engine, fold)
+    body = _Replay(engine, Journal(engine, fold, fence=None, writer=0), target, events[-1])
+    moved = (event.sequence for event in events if event.kind == Kind.EXECUTION_MIGRATED)
+    body.report.moved = max(moved, default=0)
+    body.play()
+    return True
 
 
-def _until_last_stop(events: list[Event]) -> list[Event]:
+def _until_last_stop(events: Sequence[Event]) -> Sequence[Event]:
     """The log up to where a body last stopped: a park, or the end."""
     stops = (Kind.EXECUTION_SUSPENDED, Kind.EXECUTION_COMPLETED, Kind.EXECUTION_FAILED)
     last = max((place for place, event in enumerate(events) if event.kind in stops), default=-1)
@@ -96,6 +112,7 @@ class _Report:
         self.expected: list[Mapping[str, Any]] = stop.data["waits"] if parked else []
         self.divergence: NonDeterminismError | None = None
         self.asked: set[str] = set()
+        self.moved = 0  # the sequence of the newest move to other code
 
 
 class _FromLog(Body):
@@ -130,7 +147,7 @@ class _FromLog(Body):
         self.report.asked.add(step_id)
         if frame is None:
             self._leave(step_id, self._not_asked_yet(), f"{_shown(step_id, given)} at {self.where()}")
-        if json.dumps(frame.args) != json.dumps(given):
+        if frame.first_sequence > self.report.moved and json.dumps(frame.args) != json.dumps(given):
             self._leave(step_id, _shown(step_id, frame.args), f"{_shown(step_id, given)} at {self.where()}")
         if not frame.settled:
             self._stop_at(step_id, f"step {step_id!r}", lambda wait: wait["key"] == step_id)
@@ -140,7 +157,7 @@ class _FromLog(Body):
         left = [
             _shown(name, frame.args)
             for name, frame in self.journal.fold.frames.items()
-            if name not in self.report.asked
+            if name not in self.report.asked and frame.first_sequence > self.report.moved
         ]
         return left[0] if left else f"no step, but {self._last()}"
 
@@ -260,7 +277,7 @@ class _Replay(_FromLog):
 
     def _check_nothing_left(self) -> None:
         for step_id, frame in self.journal.fold.frames.items():
-            if step_id not in self.report.asked:
+            if step_id not in self.report.asked and frame.first_sequence > self.report.moved:
                 self._differs(step_id, _shown(step_id, frame.args), "the step is not asked for")
                 return
 

@@ -52,5 +52,5 @@ for _name, _example in _examples().items():
 
 def test_the_examples_are_found() -> None:
     """A page without its blocks would pass too."""
-    assert len([name for name in globals() if name.startswith("test_")]) == 9
+    assert len([name for name in globals() if name.startswith("test_")]) == 10
     assert len([name for name in vars(OrderTests) if name.startswith("test_")]) == 2
