@@ -544,6 +544,21 @@ def check_old_versions(**kwargs: Any) -> list[CheckMessage]:
 
 
 @checks.register(TAG, deploy=True)
+def check_divergence(**kwargs: Any) -> list[CheckMessage]:
+    """W044."""
+    if _setting("DIVERGENCE") in (None, "fail"):
+        return []
+    return [
+        checks.Warning(
+            f'LOOM["DIVERGENCE"] is {_setting("DIVERGENCE")!r}: an execution whose body skips what its log holds, as '
+            "after a deploy that changed the body, goes on and may repeat effects.",
+            hint='Set "DIVERGENCE": "fail": such executions park, and loom.retry_diverged runs them again.',
+            id="loom.W044",
+        )
+    ]
+
+
+@checks.register(TAG, deploy=True)
 def check_notices(**kwargs: Any) -> list[CheckMessage]:
     """W042."""
     alias, notices = _setting("DATABASE"), _setting("NOTIFY")

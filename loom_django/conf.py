@@ -58,6 +58,7 @@ class LoomSettings:
     POLL_INTERVAL: float | None = None
     NOTIFY: bool = True
     DURABILITY: Literal["boundary", "deferred"] = "boundary"
+    DIVERGENCE: Literal["warn", "fail", "off"] = "warn"
     REDACT: str | None = None
     RETENTION: Mapping[str, float | None] = field(
         default_factory=lambda: {"COMPLETED": 90 * _DAY, "CANCELLED": 90 * _DAY, "FAILED": None}
@@ -95,6 +96,7 @@ MAX_RATE: Final = 100_000
 CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "DISPATCHER": ("inline", "worker", "tasks"),
     "DURABILITY": ("boundary", "deferred"),
+    "DIVERGENCE": ("warn", "fail", "off"),
 }
 KEYS: Final = tuple(item.name for item in fields(LoomSettings) if item.name != "unknown")
 

@@ -52,6 +52,7 @@ MAX_INT: Final = 2**31 - 1
 
 Durability = Literal["boundary", "deferred"]
 OnError = Literal["fail", "park"]
+Divergence = Literal["warn", "fail", "off"]
 OnParentClose = Literal["cancel", "abandon"]
 AwaitMode = Literal["all", "settled", "any"]
 
@@ -358,6 +359,7 @@ class Flow(Generic[P, R_co]):
         self.durability: Durability | None = declared["durability"]
         self.max_recoveries: int | None = declared["max_recoveries"]
         self.on_error: OnError = declared["on_error"]
+        self.divergence: Divergence | None = declared["divergence"]
         self.compatible_with: tuple[str, ...] = _texts(declared["compatible_with"])
         self.step_families: tuple[str, ...] = _texts(declared["step_families"])
         self.is_async = inspect.iscoroutinefunction(func)
@@ -485,6 +487,7 @@ def _check_flow(flow_: Flow[..., Any]) -> None:
     for name, value, allowed in (
         ("durability", flow_.durability, (None, "boundary", "deferred")),
         ("on_error", flow_.on_error, ("fail", "park")),
+        ("divergence", flow_.divergence, (None, "warn", "fail", "off")),
     ):
         if value not in allowed:
             refuse(f"has {name}={value!r}; it is one of {', '.join(repr(item) for item in allowed)}")
@@ -573,6 +576,7 @@ def flow(
     compatible_with: Iterable[str] = (),
     max_recoveries: int | None = None,
     on_error: OnError = "fail",
+    divergence: Divergence | None = None,
 ) -> _FlowDecorator:
     """Declare a flow: a function of a ``FlowContext`` that is run again from its top on every resume.
 
@@ -588,6 +592,9 @@ def flow(
         compatible_with: fingerprints of older bodies that this one may continue.
         max_recoveries: takeovers without progress before it parks for an operator.
         on_error: ``"fail"`` ends the execution on an uncaught exception, ``"park"`` waits for a fix.
+        divergence: what becomes of an execution whose body does not ask for what its log holds: ``"warn"`` logs it
+            and goes on, ``"fail"`` parks it before anything new is done, ``"off"`` does not look. None: by
+            the setting ``DIVERGENCE``.
 
     Raises:
         DefinitionError: the declaration contradicts itself, or the id and version are taken.
@@ -603,6 +610,7 @@ def flow(
         "compatible_with": compatible_with,
         "max_recoveries": max_recoveries,
         "on_error": on_error,
+        "divergence": divergence,
     }
 
     def decorate(fn: Callable[..., Any]) -> Flow[..., Any]:
@@ -673,6 +681,7 @@ def _content(flow_: Flow[..., Any]) -> tuple[Any, ...]:
         flow_.durability,
         flow_.max_recoveries,
         flow_.on_error,
+        flow_.divergence,
         flow_.compatible_with,
     )
 

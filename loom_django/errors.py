@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, get_args
 
 # This module of Django needs no settings and no app registry, so the import is safe before apps are ready.
 from django.core.exceptions import PermissionDenied
@@ -586,20 +586,36 @@ class FlowCodeMismatchError(LoomError):
         )
 
 
+# Of more steps a message gives the number.
+MAX_NAMED_STEPS: Final = 20
+
+
 class FlowDivergenceError(LoomError):
-    """On replay the body asked for something other than what its log holds."""
+    """A body that is run again has not asked for steps whose outcome its log holds: its code was changed.
+
+    Attributes:
+        execution_id: of the execution.
+        expected: the ids of the recorded steps that it skipped, in the order of the log.
+        seen: what it was about to do instead, in words.
+        source_line: where, as ``file:line``.
+    """
 
     code = "flow-divergence"
 
-    def __init__(self, execution_id: str, expected: str, seen: str, source_line: str = "") -> None:
+    def __init__(self, execution_id: str, expected: Iterable[str], seen: str, source_line: str = "") -> None:
         self.execution_id = execution_id
-        self.expected = expected
+        self.expected = tuple(expected)
         self.seen = seen
         self.source_line = source_line
         at = f" at {source_line}" if source_line else ""
+        named = ", ".join(map(repr, self.expected[:MAX_NAMED_STEPS]))
+        more = len(self.expected) - MAX_NAMED_STEPS
         super().__init__(
-            f'execution "{execution_id}" diverged{at}: the log holds {expected}, the body asked for {seen}. '
-            "Bring back the recorded steps and use loom.retry_diverged, or move it with loom.resume_as."
+            f'execution "{execution_id}" diverged{at}: its log holds an outcome of {named}'
+            f"{f' and {more} more steps' if more > 0 else ''}, which the body did not ask for before {seen}. "
+            "Fix the code so that it asks for them again; or pin: register the original version beside the new one; "
+            "where a fingerprint refuses the fixed body, list the recorded one in compatible_with; or move the "
+            "execution with loom.resume_as. If it is parked, loom.retry_diverged then runs it again."
         )
 
 

@@ -68,6 +68,7 @@ class ExecutionQuerySet(ReadOnlyQuerySet):
         return self.filter(in_doubt__gt=0)
 
     def diverged(self) -> ExecutionQuerySet:
+        """Parked because their bodies did not ask for what their logs hold."""
         return self.suspended().filter(waiting_on=ON_DIVERGED)
 
     def at_gate(self) -> ExecutionQuerySet:

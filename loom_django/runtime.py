@@ -24,6 +24,7 @@ from loom_django.errors import (
     ExecutionCancelledError,
     ExecutionFailedError,
     ExecutionNotFoundError,
+    FlowDivergenceError,
     FlowNotFoundError,
     InvalidInputError,
     OpenTransactionError,
@@ -34,7 +35,7 @@ from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold, fold
-from loom_django.kernel.state import ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
+from loom_django.kernel.state import ON_DIVERGED, ON_ERROR, TERMINAL_STATUSES, ExecutionState, Status, Wait
 from loom_django.services import schedules
 from loom_django.services.dispatch import (
     Dispatcher,
@@ -262,6 +263,7 @@ class Loom:
                 registry,
                 keeper,
                 announce=_announce,
+                diverged=_diverged,
                 ring=ring,
                 started=lambda execution_id: self.dispatcher.dispatch(execution_id, Ticket(READY), None),
                 woken=lambda execution_id: look_now(self.engine, lambda: self.dispatcher, execution_id),
@@ -534,18 +536,25 @@ class Loom:
         Raises:
             ResumeRefusedError: it is not parked on an error.
         """
-        self.store.check_caller("loom.retry_error", answers=True)
+        return self._open_gate("loom.retry_error", ON_ERROR, execution_id, principal, reason)
+
+    def retry_diverged(self, execution_id: str, /, *, principal: Any = None, reason: str = "") -> Handle[Any]:
+        """Run an execution again that is parked because its body did not ask for what its log holds.
+
+        Raises:
+            ResumeRefusedError: it is not parked for that.
+            FlowCodeMismatchError: the flow's code is not the recorded one.
+        """
+        return self._open_gate("loom.retry_diverged", ON_DIVERGED, execution_id, principal, reason)
+
+    def _open_gate(self, call: str, gate: str, execution_id: str, principal: Any, reason: str) -> Handle[Any]:
+        self.store.check_caller(call, answers=True)
         _check_id(execution_id)
         keys.check_text(reason, "reason", MAX_REASON)
         principal = _checked_principal(principal)
         ticket = self.dispatcher.ticket()
         appended = answers.open_gate(
-            self.engine,
-            execution_id,
-            ON_ERROR,
-            principal=principal,
-            reason=reason,
-            ownership=ticket.ownership,
+            self.engine, execution_id, gate, principal=principal, reason=reason, ownership=ticket.ownership
         )
         return self._handed_on(appended, ticket)
 
@@ -817,6 +826,10 @@ class Loom:
         """:meth:`retry_error`, awaited."""
         return await sync_to_async(self.retry_error)(execution_id, **options)
 
+    async def aretry_diverged(self, execution_id: str, /, **options: Any) -> Handle[Any]:
+        """:meth:`retry_diverged`, awaited."""
+        return await sync_to_async(self.retry_diverged)(execution_id, **options)
+
     async def acancel(self, execution_id: str, /, **options: Any) -> Handle[Any]:
         """:meth:`cancel`, awaited."""
         return await sync_to_async(self.cancel)(execution_id, **options)
@@ -876,6 +889,12 @@ def _announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
     from loom_django.services.announce import announce
 
     announce(flow_id, version, events)
+
+
+def _diverged(flow_id: str, version: int, sequence: int, error: FlowDivergenceError) -> None:
+    from loom_django.services.announce import flow_diverged
+
+    flow_diverged(flow_id, version, sequence, error)
 
 
 loom = Loom()

@@ -18,5 +18,7 @@ execution_cancelled = Signal()  # reason, principal
 effect_in_doubt = Signal()  # step_id, idempotency_key, cause
 verdict_given = Signal()  # step_id, resolution, principal, reason
 execution_recovered = Signal()  # previous_owner; sequence is the newest of the log
+# expected: ids of the recorded steps that were skipped; seen: what came instead; sequence is the newest of the log
+flow_diverged = Signal()
 redrive_exhausted = Signal()  # attempts; sequence is the newest of the log
 schedule_skipped = Signal()  # schedule_id, occurrence, why; the execution was not made, its sequence is None

@@ -166,7 +166,7 @@ RECORDING = "tests.task_backends.recording.RecordingBackend"
 def test_e009_the_task_backend_is_there(settings, use_tasks):
     """An alias that TASKS does not have, a class that cannot be imported, a queue that it does not serve."""
     use_tasks(default=RECORDING, broken="shop.backends.Gone")
-    settings.LOOM = {"DISPATCHER": "tasks"}
+    settings.LOOM = {"DISPATCHER": "tasks", "DIVERGENCE": "fail"}
     assert found(deploy=True) == {}
     settings.LOOM = {"DISPATCHER": "tasks", "TASKS_BACKEND": "celery"}
     assert "default, broken" in str(found()["loom.E009"].hint)
@@ -471,6 +471,19 @@ def test_w043_an_old_version_is_kept_until_nobody_needs_it():
 
     assert "loom.W043" not in found()
     assert "loom_deploy_check" in str(found(deploy=True)["loom.W043"].hint)
+
+
+def test_a_deployment_is_told_that_divergence_does_not_park(settings):
+    """W044, unless the setting is "fail"; a word that is none is an error."""
+    for said in ({}, {"DIVERGENCE": "warn"}, {"DIVERGENCE": "off"}):
+        settings.LOOM = said
+        assert "loom.W044" not in found()
+        assert "retry_diverged" in str(found(deploy=True)["loom.W044"].hint)
+    settings.LOOM = {"DIVERGENCE": "fail"}
+    assert "loom.W044" not in found(deploy=True)
+    settings.LOOM = {"DIVERGENCE": "ignore"}
+    assert {"loom.E003"} <= set(found(deploy=True))
+    assert "loom.W044" not in found(deploy=True)
 
 
 # Schedules.

@@ -58,7 +58,7 @@ EXAMPLES: list[LoomError] = [
     errors.StaleFenceError("order-17", 3, 4),
     errors.StaleFenceError("order-17", None, None),
     errors.FlowCodeMismatchError("order-17", "structural hash", "ab12", "cd34", ["step charge is gone"]),
-    errors.FlowDivergenceError("order-17", "step charge", "step refund", "flows.py:12"),
+    errors.FlowDivergenceError("order-17", ["charge"], "step 'refund'", "flows.py:12"),
     errors.ExecutionFailedError("order-17", "builtins.KeyError", "'sku'"),
     errors.ExecutionCancelledError("order-17", "asked by the customer"),
     errors.ResultTimeoutError("order-17", 2.5),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import logging
 import os
 import random
 import sys
@@ -33,6 +34,7 @@ from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
     ContextMisuseError,
     DuplicateStepError,
+    FlowDivergenceError,
     InvalidInputError,
     LoomError,
     OpenTransactionError,
@@ -41,12 +43,14 @@ from loom_django.errors import (
     WaitTimedOut,
 )
 from loom_django.kernel import codec, keys
+from loom_django.kernel.divergence import Watch, wait_in_words
 from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import KERNEL_KINDS, Encoded, Event, Kind
 from loom_django.kernel.state import (
     ON_CHILD,
     ON_MESSAGE,
     ON_TIMER,
+    Decision,
     Frame,
     Wait,
     WaitStatus,
@@ -55,6 +59,8 @@ from loom_django.kernel.state import (
 from loom_django.stores.base import NOBODY, Message, TimerRow, WakesMoved
 
 T = TypeVar("T")
+
+log = logging.getLogger("loom_django.run")
 
 _PACKAGE: Final = str(Path(__file__).resolve().parent.parent)
 
@@ -74,6 +80,23 @@ class Compensation:
 
 
 @dataclass
+class Deciding:
+    """A decider that is running, and the steps that are its decision's."""
+
+    path: str
+    asked: list[str] = field(default_factory=list)
+    since: int = 0  # see Decision.inner_since
+
+    def served(self, decision: Decision) -> None:
+        """A decision inside this one was served: its steps are this one's too."""
+        self.asked += decision.inner_steps or ()
+        self.reaches(decision.inner_since)
+
+    def reaches(self, since: int) -> None:
+        self.since = min(filter(None, (self.since, since)), default=0)
+
+
+@dataclass
 class Shared:
     """What the branches of one body run have in common."""
 
@@ -82,11 +105,10 @@ class Shared:
     misuse: BaseException | None = None
     landed_once: bool = False
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # by step: where, and the branch's path
-    deciding: list[tuple[str, list[str]]] = field(
-        default_factory=list
-    )  # by scope: the steps of open deciders
+    deciding: list[Deciding] = field(default_factory=list)
     compensations: list[Compensation] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)  # the body, and its branches while they run
+    watch: Watch | None = None  # None if nobody looks, or enough was said
 
 
 # What a decision's record names of the steps that its decider ran.
@@ -101,6 +123,9 @@ class Body:
     """
 
     path = ""
+    bound_at: str | None = (
+        None  # where the flow's code is a bound step: the line that gave it to ctx.parallel
+    )
 
     def __init__(
         self,
@@ -160,7 +185,9 @@ class Body:
             Unwind: the body was stopped, and went on.
         """
         if self.path:
-            self.line = source_line()  # a branch's rules run in another thread, on another stack
+            self.line = (
+                self.bound_at or source_line()
+            )  # a branch's rules run in another thread, on another stack
         if self.driver.closed:
             raise Unwind(Why.INTERRUPTED)  # the body has ended; this is what it left running
         if self.sealed is not None:
@@ -322,9 +349,16 @@ class Body:
         if step_id in asked:
             self.refuse(DuplicateStepError(step_id, asked[step_id][0], line))
         asked[step_id] = (line, self.path)
-        for path, deciding in self.shared.deciding:
-            if not path or self.path == path or self.path.startswith(f"{path}."):
-                deciding.append(step_id)
+        for deciding in self._deciders():
+            deciding.asked.append(step_id)
+
+    def _deciders(self) -> list[Deciding]:
+        """The deciders that this body runs inside of."""
+        return [
+            deciding
+            for deciding in self.shared.deciding
+            if not deciding.path or self.path == deciding.path or self.path.startswith(f"{deciding.path}.")
+        ]
 
     def where(self) -> str:
         """The flow's line that asked."""
@@ -424,6 +458,7 @@ class Body:
     def wait_again(self, wait: Wait, reason: str) -> Steps[Wait]:
         """Take the answer that was kept for a wait of an earlier park, or park on that wait again."""
         self.begin_live()
+        yield from self.before_park([wait])
         while True:
             wakes = yield Io(self.wakes)
             if (yield Io(lambda: self._take_kept(wait))):
@@ -463,11 +498,12 @@ class Body:
         known = self.journal.fold.decisions.get(decision_id)
         if known is not None:
             self.served(known.at)
+            self._served_decision(known)
             return self.decode(known.value)
         self.begin_live()
-        inner: tuple[str, ...] = ()
+        inner = Deciding(self.path)
         if takes_arguments(decider):
-            value, inner = yield from self._decide_with_steps(decider, context)
+            value = yield from self._decide_with_steps(decider, context, inner)
         else:
             is_async = inspect.iscoroutinefunction(decider)
             outcome: Outcome = yield Invoke(decider, is_async, None, _ignore_late)
@@ -475,23 +511,35 @@ class Body:
                 raise outcome.error
             value = outcome.value
         text = self.checked(lambda: self.encode(value, f"the value of decision {decision_id!r}"))
-        fields = {"decision": decision_id, "value": text, "inner_steps": _bounded(inner)}
+        fields = {"decision": decision_id, "value": text, **self._inner_fields(inner)}
         event = self.journal.record(Kind.DECISION_RECORDED, fields)
         self.did(event.data["at"])
         return codec.loads(text)
 
     def _decide_with_steps(
-        self, decider: Callable[[Any], Any], context: Any
-    ) -> Steps[tuple[Any, tuple[str, ...]]]:
+        self, decider: Callable[[Any], Any], context: Any, deciding: Deciding
+    ) -> Steps[Any]:
         """Run a decider that asks the context; the steps that it asks for belong to its decision."""
-        asked: list[str] = []
-        entry = (self.path, asked)
-        self.shared.deciding.append(entry)
+        self.shared.deciding.append(deciding)
         try:
-            value = yield Enter(lambda: decider(context))
+            return (yield Enter(lambda: decider(context)))
         finally:
-            self.shared.deciding.remove(entry)
-        return value, tuple(asked)
+            self.shared.deciding = [other for other in self.shared.deciding if other is not deciding]
+
+    def _served_decision(self, known: Decision) -> None:
+        if self.shared.watch is not None:
+            self.shared.watch.decided(known)
+        for deciding in self._deciders():
+            deciding.served(known)
+
+    def _inner_fields(self, inner: Deciding) -> dict[str, Any]:
+        """What a decision's record says of its decider's steps."""
+        named = _bounded(inner.asked)
+        if len(named) < len(inner.asked):
+            frames = self.journal.fold.frames
+            begun = (frames[step_id].first_sequence for step_id in inner.asked if step_id in frames)
+            inner.reaches(min(begun, default=0))
+        return {"inner_steps": named or None, "inner_since": inner.since or None}
 
     def on_failure(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.enter("on_failure")
@@ -554,7 +602,68 @@ class Body:
 
     def _park(self, wait: Wait, *, wakes: int | None = None) -> Steps[None]:
         """Park on one wait; returns only if a wake moved meanwhile."""
+        yield from self.before_park([wait])
         yield Io(lambda: self.park("waiting", [wait], wakes=wakes))
+
+    # Divergence: points that a body may not pass unnoticed which skips what its log holds.
+
+    @property
+    def divergence(self) -> str:
+        """What becomes of a body that does so."""
+        return self.flow.divergence or self.settings.DIVERGENCE
+
+    def watch(self) -> None:
+        """Begin to look; what is recorded from here on was asked for by this run."""
+        if self.divergence != "off":
+            fold = self.journal.fold
+            self.shared.watch = Watch(fold.frames.values(), fold.migrated_sequence)
+
+    def asked_for(self, step_id: str) -> None:
+        """This run has come to a step, recorded or not."""
+        if self.shared.watch is not None:
+            self.shared.watch.asked(step_id)
+
+    def before_step(self, step_id: str) -> Steps[None]:
+        """A step is to start."""
+        if (watch := self.shared.watch) is not None:
+            frame = self.journal.fold.frames.get(step_id)
+            skipped = watch.skipped(watch.before(frame, self.path))
+            yield from self._compare(skipped, f"step {step_id!r}")
+
+    def before_park(self, waits: Sequence[Wait]) -> Steps[None]:
+        """The body is to park."""
+        if (watch := self.shared.watch) is not None:
+            yield from self._compare(watch.skipped(), " and ".join(map(wait_in_words, waits)))
+
+    def after_scope(self, scope: str) -> Steps[None]:
+        """A parallel scope is over, and no branch of it has failed."""
+        if (watch := self.shared.watch) is not None:
+            yield from self._compare(watch.skipped_in(scope), "the end of ctx.parallel")
+
+    def before_end(self) -> None:
+        """The body has returned."""
+        if (watch := self.shared.watch) is not None and (skipped := watch.skipped()):
+            code = inspect.unwrap(self.flow.func).__code__
+            line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
+            self._diverge(skipped, "the end of the flow", line)
+
+    def _compare(self, skipped: tuple[str, ...], seen: str) -> Steps[None]:
+        if skipped:
+            yield Io(partial(self._diverge, skipped, seen, self.where()))
+
+    def _diverge(self, skipped: tuple[str, ...], seen: str, line: str) -> None:
+        """Say so, once in a run, and go on; or stop the body."""
+        self.shared.watch = None
+        error = FlowDivergenceError(self.execution_id, skipped, seen, line)
+        if self.divergence == "fail":
+            raise self.seal(Why.DIVERGED, error)
+        self.tell_divergence(logging.WARNING, error)
+
+    def tell_divergence(self, level: int, error: FlowDivergenceError) -> None:
+        """Log a divergence, and send its signal."""
+        fold = self.journal.fold
+        log.log(level, "%s", error, extra={"execution_id": self.execution_id, "flow_id": fold.flow_id})
+        self.engine.diverged(fold.flow_id, fold.version, fold.last_sequence, error)
 
     def park(
         self,
@@ -654,6 +763,10 @@ class BranchBody(Body):
         if self.closed:
             raise self.stop(Why.SIBLING)
 
+    def before_park(self, waits: Sequence[Wait]) -> Steps[None]:
+        """The scope parks, and asks then."""
+        yield from ()
+
     def raise_seal(self) -> None:
         """A sibling's failure does not stop a step whose marker is durable."""
         if self.parent.sealed is not None:
@@ -679,7 +792,7 @@ def _recorded_facts(journal: Journal) -> int:
     return served + waits + len(fold.decisions) + len(fold.noted) + len(fold.child_ids)
 
 
-def _bounded(inner: tuple[str, ...]) -> list[str] | None:
+def _bounded(inner: Sequence[str]) -> list[str]:
     """As many of a decider's steps as its record may name."""
     kept, size = [], 0
     for step_id in inner[:MAX_INNER_STEPS]:
@@ -687,7 +800,7 @@ def _bounded(inner: tuple[str, ...]) -> list[str] | None:
         if size > MAX_INNER_BYTES:
             break
         kept.append(step_id)
-    return kept or None
+    return kept
 
 
 def _ignore_late(outcome: Outcome) -> None:

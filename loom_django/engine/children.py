@@ -162,6 +162,7 @@ def _await(
             break
         if answered:
             raise AssertionError("children whose wait was answered have not ended")
+        yield from body.before_park([parked])
         # A child that ended since the look refuses the park: the body looks again.
         yield Io(partial(body.park, "waiting", [parked], wakes=wakes))
     _record(body, ends, children, mode, wait_id)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from loom_django.conf import LoomSettings
 from loom_django.definitions import Registry
+from loom_django.errors import FlowDivergenceError
 from loom_django.kernel.events import Event
 from loom_django.stores.base import Known, Ownership, Store
 
@@ -58,6 +59,10 @@ def _announce_nothing(flow_id: str, version: int, events: tuple[Event, ...]) -> 
     """Nobody listens."""
 
 
+def _no_divergence_told(flow_id: str, version: int, sequence: int, error: FlowDivergenceError) -> None:
+    """The log line has to do."""
+
+
 def _tell_nobody() -> None:
     """Whoever waits looks by itself."""
 
@@ -96,6 +101,8 @@ class Engine:
     keeper: Keeper = field(default_factory=NoKeeper)
     identity: Identity = field(default_factory=Identity)
     announce: Callable[[str, int, tuple[Event, ...]], None] = _announce_nothing
+    # Tells of a body that does not ask for what its log holds; the sequence is the newest of the log.
+    diverged: Callable[[str, int, int, FlowDivergenceError], None] = _no_divergence_told
     # Tells idle loops, in other processes too, that something is ready; after the commit that made it so.
     ring: Callable[[], None] = _tell_nobody
     # Has an execution run that a body of this process has just made ready; after the commit.

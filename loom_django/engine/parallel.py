@@ -17,14 +17,14 @@ from typing import Any, Final, NoReturn
 
 from loom_django.definitions import Outcome as BranchOutcome
 from loom_django.definitions import Step
-from loom_django.engine.body import Body, BranchBody
+from loom_django.engine.body import Body, BranchBody, Parked
 from loom_django.engine.drive import CutOff, Driver, Enter, Io, Join, Outcome, Steps
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Encoded, Kind
-from loom_django.kernel.state import Decision
+from loom_django.kernel.state import Decision, Wait
 
 _DECISION: Final = "__loom_scope__:"
 
@@ -105,6 +105,7 @@ class _Branch:
             body.stop(Why.SIBLING)
         context: Any = AsyncFlowContext(body) if isinstance(driver, AsyncDriver) else FlowContext(body)
         if isinstance(self.what, Step):
+            body.bound_at = self.scope.line
             return lambda: context.run(self.what.tool, *self.what.args, **self.what.kwargs)
         return lambda: self.what(context)
 
@@ -150,6 +151,7 @@ class _Scope:
         self.path = path
         self.settle = settle
         self.branches = [_Branch(self, name, what) for name, what in branches.items()]
+        self.line = body.where()
         self.known = body.journal.fold.decisions.get(_DECISION + path)
         self.closed = self.known is not None
         self.stopped = False
@@ -168,7 +170,9 @@ class _Scope:
                 self._fail()
             waiting = [branch for branch in self.branches if branch.waiting]
             if not waiting:
+                yield from body.after_scope(self.path)
                 return self._values()
+            yield from body.before_park(self._waits(waiting))
             # A wake that came since a branch has looked refuses the park: those that wait look again.
             yield Io(partial(self._park, waiting))
             left = self._run_again(waiting)
@@ -195,6 +199,8 @@ class _Scope:
 
     def _fail(self) -> None:
         """Raise the failure of the branch that failed first; which one it was is recorded."""
+        if self.body.shared.watch is not None:
+            self.body.shared.watch.scope_failed(self.path)
         if self.known is not None:
             failed = next(
                 (branch for branch in self.failed if branch.name == self._recorded(self.known)), None
@@ -235,12 +241,17 @@ class _Scope:
         )
 
     def _park(self, waiting: list[_Branch]) -> None:
-        parked = [branch.body.parked for branch in waiting if branch.body and branch.body.parked]
+        parked = self._parked(waiting)
         reasons = {park.reason for park in parked}
         seen = [park.wakes for park in parked if park.wakes is not None]
-        waits = [wait for park in parked for wait in park.waits]
         reason = reasons.pop() if len(reasons) == 1 else "waiting"
-        self.body.park(reason, waits, wakes=min(seen, default=None))
+        self.body.park(reason, self._waits(waiting), wakes=min(seen, default=None))
+
+    def _parked(self, waiting: list[_Branch]) -> list[Parked]:
+        return [branch.body.parked for branch in waiting if branch.body and branch.body.parked]
+
+    def _waits(self, waiting: list[_Branch]) -> list[Wait]:
+        return [wait for park in self._parked(waiting) for wait in park.waits]
 
     def _run_again(self, waiting: list[_Branch]) -> list[_Branch]:
         asked = self.body.shared.asked

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from loom_django.definitions import Flow
@@ -29,15 +29,17 @@ from loom_django.engine.steps import recorded_error
 from loom_django.engine.transactions import leave_transaction_of
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
+    MAX_NAMED_STEPS,
     ContextMisuseError,
     FlowCodeMismatchError,
+    FlowDivergenceError,
     LoomError,
     OpenTransactionError,
     StepFailed,
 )
 from loom_django.kernel import codec
 from loom_django.kernel.events import Kind
-from loom_django.kernel.state import ON_ERROR, Status, Wait
+from loom_django.kernel.state import ON_DIVERGED, ON_ERROR, Status, Wait
 from loom_django.stores.base import NOBODY
 
 log = logging.getLogger("loom_django.run")
@@ -151,6 +153,7 @@ def _run(body: Body) -> tuple[Any, BaseException | None]:
         doubts = open_doubts(body.journal.fold)
         if doubts:
             body.park_in_doubt(doubts, LOST_IN_DOUBT)
+        body.watch()
         args, kwargs = body.flow.unbind(body.decode(body.journal.fold.input))
         context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
         driver: Any = body.driver
@@ -192,6 +195,8 @@ def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
         if cause is not None:
             raise cause
         return Ended.PARKED
+    if unwind.why is Why.DIVERGED and isinstance(cause, FlowDivergenceError):
+        return _diverged(body, cause)
     if unwind.why is Why.REFUSED:
         _refuse(body, token, cause)
         return Ended.REFUSED
@@ -244,6 +249,7 @@ def _finish(body: Body, write: Callable[[], Ended]) -> Ended:
 
 
 def _complete(body: Body, value: Any) -> Ended:
+    body.before_end()
     try:
         text = body.encode(value, f"result of flow {body.flow.id}")
     except LoomError as exc:
@@ -256,11 +262,7 @@ def _complete(body: Body, value: Any) -> Ended:
 def _fail(body: Body, error: BaseException) -> Ended:
     described = failure_of(body, error)
     if body.flow.on_error == "park":
-        number = 1 + sum(1 for wait in body.journal.fold.waits.values() if wait.on == ON_ERROR)
-        try:
-            body.park("error", [Wait(f"error#{number}", ON_ERROR)], error=described)
-        except Unwind as unwind:
-            return _unwound(body, 0, unwind)
+        return _park_on_gate(body, "error", ON_ERROR, described)
     body.journal.record(Kind.EXECUTION_FAILED, {"error": described})
     body.land(ownership=NOBODY, timers_off=None)
     log.warning(
@@ -270,6 +272,30 @@ def _fail(body: Body, error: BaseException) -> Ended:
         extra={"execution_id": body.execution_id, "flow_id": body.flow.id},
     )
     return Ended.FINISHED
+
+
+def _diverged(body: Body, error: FlowDivergenceError) -> Ended:
+    """Park a body that skips what its log holds, until somebody has set its code right."""
+    body.sealed = None
+    found = {
+        "expected": list(error.expected[:MAX_NAMED_STEPS]),
+        "seen": error.seen,
+        "source_line": error.source_line,
+    }
+    described = {**recorded_error(body, error), "traceback": "", **found}
+    ended = _park_on_gate(body, "diverged", ON_DIVERGED, described)
+    if ended is Ended.PARKED:
+        body.tell_divergence(logging.ERROR, error)
+    return ended
+
+
+def _park_on_gate(body: Body, reason: str, gate: str, error: Mapping[str, Any]) -> Ended:
+    number = 1 + sum(1 for wait in body.journal.fold.waits.values() if wait.on == gate)
+    try:
+        body.park(reason, [Wait(f"{reason}#{number}", gate)], error=error)
+    except Unwind as unwind:
+        return _unwound(body, 0, unwind)
+    raise AssertionError("a park at a gate does not return")
 
 
 def failure_of(body: Body, error: BaseException) -> dict[str, Any]:

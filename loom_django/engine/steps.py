@@ -97,6 +97,7 @@ def perform(
     body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Steps[Any]:
     """Serve the step from the log, or run it until it has an outcome."""
+    body.asked_for(step_id)
     frame = body.journal.fold.frames.get(step_id)
     if frame is not None and frame.settled:
         return _serve(body, frame)
@@ -170,6 +171,7 @@ def _encode_arguments(
 def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
     """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
     body.begin_live()
+    yield from body.before_step(step_id)
     body.reached("before-start", step_id)
     fields = {
         "step": step_id,
@@ -394,6 +396,7 @@ def _await_retry(body: Body, frame: Frame) -> Steps[None]:
     wait = Wait(f"retry:{frame.step_id}:{frame.failures}", ON_RETRY, frame.step_id, frame.next_at)
     known = body.journal.fold.waits.get(wait.id)
     if known is None or not known.answered:
+        yield from body.before_park([wait])
         yield Io(lambda: body.park("retry", [wait]))
 
 

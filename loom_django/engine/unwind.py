@@ -17,6 +17,7 @@ class Why(enum.Enum):
     MISUSED = "misused"  # an earlier call was misuse, and the body went on
     STORE = "store"  # the log could not be written; the lease's end hands it to somebody else
     REFUSED = "refused"  # this code cannot read what the log holds; nothing is wrong with the execution
+    DIVERGED = "diverged"  # it does not ask for what the log holds; it is to park on a gate
     INTERRUPTED = "interrupted"  # this process is told to end
     WAITING = "waiting"  # a parallel branch waits; its scope parks when no other branch runs
     SIBLING = "sibling"  # another branch of the scope has failed

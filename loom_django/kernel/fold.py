@@ -62,6 +62,7 @@ class Fold:
         self.started_at = state.started_at
         self.finished_at = state.finished_at
         self.at = state.at
+        self.migrated_sequence = state.migrated_sequence
         self.unknown_kinds: list[str] = list(state.unknown_kinds)
         # What is open now, beside what ever was: so that neither a park nor a projection walks the whole log.
         self.open_waits = {wait.id: None for wait in self.waits.values() if wait.pending}
@@ -120,6 +121,7 @@ class Fold:
             started_at=self.started_at,
             finished_at=self.finished_at,
             at=self.at,
+            migrated_sequence=self.migrated_sequence,
             unknown_kinds=tuple(self.unknown_kinds),
         )
 
@@ -272,6 +274,7 @@ class Fold:
         self.finished_at = data["at"]
 
     def _migrated(self, event: Event, data: Mapping[str, Any]) -> None:
+        self.migrated_sequence = event.sequence
         self.flow_id = data.get("to_flow", self.flow_id)
         self.version = data.get("to_version", self.version)
         self.flow_hash = data.get("to_hash", self.flow_hash)
@@ -348,7 +351,11 @@ class Fold:
             self.children.pop(data["decision"].removeprefix(CHILD_DECISION), None)
         inner = data.get("inner_steps")
         self.decisions[data["decision"]] = Decision(
-            value=data.get("value"), at=data["at"], inner_steps=None if inner is None else tuple(inner)
+            value=data.get("value"),
+            at=data["at"],
+            sequence=event.sequence,
+            inner_steps=None if inner is None else tuple(inner),
+            inner_since=data.get("inner_since", 0),
         )
 
     def _child_started(self, event: Event, data: Mapping[str, Any]) -> None:

@@ -128,7 +128,9 @@ class Wait:
 class Decision:
     value: Any
     at: int
-    inner_steps: tuple[str, ...] | None = None
+    sequence: int = 0
+    inner_steps: tuple[str, ...] | None = None  # the steps that its decider asked for
+    inner_since: int = 0  # where those are too many to be named: when the first of them was begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class ExecutionState:
     started_at: int = 0
     finished_at: int = 0
     at: int = 0  # the newest fact's time; no later fact is stamped earlier
+    migrated_sequence: int = 0  # of the newest EXECUTION_MIGRATED
     unknown_kinds: tuple[str, ...] = ()
 
     @property

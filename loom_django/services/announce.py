@@ -10,6 +10,7 @@ from django.dispatch import Signal
 
 from loom_django import signals
 from loom_django.definitions import registry
+from loom_django.errors import FlowDivergenceError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.state import ON_VERDICT
@@ -94,7 +95,7 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
             continue
         for signal, about in tell(event.data):
             if signal.has_listeners():
-                _send(signal, flow_id, version, event, about)
+                _send(signal, flow_id, version, event.execution_id, event.sequence, about)
 
 
 def _note(flow_id: str, event: Event) -> None:
@@ -112,23 +113,29 @@ def _note(flow_id: str, event: Event) -> None:
 def execution_recovered(flow_id: str, version: int, newest: Event, previous_owner: str) -> None:
     """Tell that an execution was taken from its holder."""
     if signals.execution_recovered.has_listeners():
-        _send(signals.execution_recovered, flow_id, version, newest, {"previous_owner": previous_owner})
+        about = {"previous_owner": previous_owner}
+        _send(signals.execution_recovered, flow_id, version, newest.execution_id, newest.sequence, about)
+
+
+def flow_diverged(flow_id: str, version: int, sequence: int, error: FlowDivergenceError) -> None:
+    """Tell that a body did not ask for what its log holds."""
+    if signals.flow_diverged.has_listeners():
+        about = {"expected": error.expected, "seen": error.seen}
+        _send(signals.flow_diverged, flow_id, version, error.execution_id, sequence, about)
 
 
 def redrive_exhausted(store: EventStore, due: Due, attempts: int) -> None:
     """Tell that the quick tries to wake an execution are used up."""
     if signals.redrive_exhausted.has_listeners():
-        for newest in store.read(due.row.execution_id)[-1:]:  # none, if it was deleted meanwhile
-            _send(signals.redrive_exhausted, due.flow_id, due.version, newest, {"attempts": attempts})
+        id, about = due.row.execution_id, {"attempts": attempts}
+        for newest in store.read(id)[-1:]:  # none, if it was deleted meanwhile
+            _send(signals.redrive_exhausted, due.flow_id, due.version, id, newest.sequence, about)
 
 
-def _send(signal: Signal, flow_id: str, version: int, event: Event, about: dict[str, Any]) -> None:
-    ids = {
-        "execution_id": event.execution_id,
-        "flow_id": flow_id,
-        "version": version,
-        "sequence": event.sequence,
-    }
+def _send(
+    signal: Signal, flow_id: str, version: int, execution_id: str, sequence: int, about: dict[str, Any]
+) -> None:
+    ids = {"execution_id": execution_id, "flow_id": flow_id, "version": version, "sequence": sequence}
     for receiver, outcome in signal.send_robust(_sender(flow_id, version), **ids, **about):
         if isinstance(outcome, Exception):
             log.error("a receiver failed: %r", receiver, exc_info=outcome, extra=ids)

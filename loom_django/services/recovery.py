@@ -21,9 +21,9 @@ from loom_django.engine.doubt import open_doubts, park_fields, record_park_in_do
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import ATTEMPTS, open_journal
 from loom_django.engine.run import refusal_delay
-from loom_django.errors import InvalidInputError, OpenTransactionError
+from loom_django.errors import FlowDivergenceError, InvalidInputError, OpenTransactionError
 from loom_django.kernel.events import AUDIT, Event, Kind
-from loom_django.kernel.state import ON_POISONED, Status, Wait
+from loom_django.kernel.state import ON_DIVERGED, ON_POISONED, Status, Wait
 from loom_django.services import announce
 from loom_django.services.dispatch import Dispatcher, InlineDispatcher, TasksDispatcher, Ticket
 from loom_django.stores.base import NOBODY, READY, Acquired, Lease, LeaseStore, Loaded
@@ -254,11 +254,23 @@ class _Pass:
         if isinstance(dispatcher, InlineDispatcher):
             # Through the dispatcher's queue: if a body is running in this thread, this one runs after it.
             dispatcher.dispatch(execution_id, Ticket(self.engine.held(token), token), journal)
+            self._report_divergence(journal)
         elif self.engine.store.release(execution_id, token):
             dispatcher.dispatch(execution_id, Ticket(READY), None)
         else:
             return False
         return True
+
+    def _report_divergence(self, journal: Journal) -> None:
+        """An execution that was run here, and parked at once because its body skips what its log holds, is not
+        recovered."""
+        fold = journal.fold
+        if any(wait.on == ON_DIVERGED for wait in fold.pending_waits()):
+            park = self.engine.store.read(fold.execution_id, after=fold.last_sequence - 1)[0]
+            error = park.data["error"]
+            raise FlowDivergenceError(
+                fold.execution_id, error["expected"], error["seen"], error["source_line"]
+            )
 
 
 def progress(events: tuple[Event, ...]) -> int:

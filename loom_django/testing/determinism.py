@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from loom_django.definitions import Flow, Tool
 from loom_django.engine import steps
-from loom_django.engine.body import Body, BranchBody, Parked, takes_arguments
+from loom_django.engine.body import Body, BranchBody, Deciding, Parked, takes_arguments
 from loom_django.engine.code import flow_for
 from loom_django.engine.compensation import compensated
 from loom_django.engine.context import AsyncFlowContext, FlowContext
@@ -172,7 +172,9 @@ class _FromLog(Body):
             return (yield from super().decide(decision_id, decider, context))
         yield Enter(partial(self.enter, "decide"))
         if takes_arguments(decider):
-            yield from self._decide_with_steps(decider, context)  # it may have parked inside
+            yield from self._decide_with_steps(
+                decider, context, Deciding(self.path)
+            )  # it may have parked inside
         self._leave(None, "no such decision", f"decision {decision_id!r} at {self.where()}")
 
     def perform(

@@ -139,6 +139,7 @@ class Harness:
             usual.registry,
             keeper=NoKeeper(),
             announce=usual.announce,
+            diverged=usual.diverged,
             crash_point=self._reached,
             # The longest delay that the policy allows, so that a test can tell how far to move the clock.
             draw=lambda: math.nextafter(1.0, 0.0),

@@ -63,6 +63,7 @@ CALLS: Final[dict[str, Callable[[Loom, str], object]]] = {
     "resolve": lambda loom, id: loom.resolve(id, "step", "retry-fresh"),
     "cancel": lambda loom, id: loom.cancel(id),
     "retry_error": lambda loom, id: loom.retry_error(id),
+    "retry_diverged": lambda loom, id: loom.retry_diverged(id),
     "record_outcome": lambda loom, id: loom.record_outcome(id, "found"),
 }
 

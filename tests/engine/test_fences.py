@@ -340,6 +340,7 @@ def test_a_refusal_behind_a_note_is_found_before_the_append(world: World, meddle
         lambda loom: loom.resume("x", event_type="Nope"),
         lambda loom: loom.resolve("x", "nothing", "fail"),
         lambda loom: loom.retry_error("x"),
+        lambda loom: loom.retry_diverged("x"),
     ],
 )
 def test_a_refused_answer_takes_no_token(world: World, act: Callable[[Any], object]) -> None:

@@ -72,6 +72,7 @@ CALLS_BY_ID: dict[str, Callable[[Loom, Any], Any]] = {
     "resume": lambda loom, key: loom.resume(key, event_type="Go"),
     "resolve": lambda loom, key: loom.resolve(key, "nothing", "retry-fresh"),
     "retry_error": lambda loom, key: loom.retry_error(key),
+    "retry_diverged": lambda loom, key: loom.retry_diverged(key),
     "record_outcome": lambda loom, key: loom.record_outcome(key, "paid"),
     "flow.handle": lambda loom, key: registry.current("hostile").handle(key),
 }
@@ -137,6 +138,7 @@ CALLS: dict[str, Callable[[Loom], Any]] = {
             "cancel": lambda loom, bad: loom.cancel("x", reason=bad),
             "resolve": lambda loom, bad: loom.resolve("x", "nothing", "fail", reason=bad),
             "retry_error": lambda loom, bad: loom.retry_error("x", reason=bad),
+            "retry_diverged": lambda loom, bad: loom.retry_diverged("x", reason=bad),
         }.items()
         for bad in (object(), None, "x" * 2001, b"x")
     },

@@ -191,6 +191,7 @@ def test_without_autocommit_every_writing_call_is_refused(world: World) -> None:
             lambda: world.loom.cancel(handle.id),
             lambda: world.loom.send(handle.id, "m", 1),
             lambda: world.loom.retry_error(handle.id),
+            lambda: world.loom.retry_diverged(handle.id),
         ):
             with pytest.raises(OpenTransactionError):
                 call()

@@ -241,6 +241,7 @@ REFUSALS: list[Any] = [
     (lambda loom, id: loom.resume(id, event_type="Approval", correlation_key="x"), "no-such-wait"),
     (lambda loom, id: loom.resolve(id, "wire", "retry-fresh"), "no-such-wait"),
     (lambda loom, id: loom.retry_error(id), "no-such-wait"),
+    (lambda loom, id: loom.retry_diverged(id), "no-such-wait"),
 ]
 
 
@@ -481,6 +482,7 @@ def test_unknown_ids_are_told(world: World) -> None:
         lambda: loom.resume("none", event_type="x"),
         lambda: loom.resolve("none", "x", "retry-fresh"),
         lambda: loom.retry_error("none"),
+        lambda: loom.retry_diverged("none"),
     ):
         with pytest.raises(ExecutionNotFoundError):
             call()
