@@ -46,7 +46,15 @@ from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_ERROR, ON_MESSAGE, ON_POISONED, Frame, Status, is_reserved
+from loom_django.kernel.state import (
+    ON_DIVERGED,
+    ON_ERROR,
+    ON_MESSAGE,
+    ON_POISONED,
+    Frame,
+    Status,
+    is_reserved,
+)
 from loom_django.runtime import loom
 from loom_django.services import operators
 from loom_django.services.operators import Act, Done, Operator
@@ -473,6 +481,29 @@ class RetryErrorView(GateView):
         )
 
 
+class RetryDivergedView(GateView):
+    """Runs an execution again that is parked because its body skipped recorded steps."""
+
+    act = Act.RETRY_DIVERGED
+    suffix = "retry_diverged"
+    title = _("Retry after a divergence")
+    does = _(
+        "Runs the body again, after its code asks for the recorded steps again. Finished steps are not repeated; if "
+        "it still skips any, it parks here again before anything is done."
+    )
+    gate = ON_DIVERGED
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return operators.retry_diverged(
+            loom,
+            request.operator,
+            request.execution_id,
+            reason=form.cleaned_data["reason"],
+            question=form.cleaned_data["question"] or None,
+            dry_run=dry_run,
+        )
+
+
 class CancelView(ActView):
     """Ends an execution."""
 
@@ -758,6 +789,7 @@ VIEWS: Final[tuple[type[ActView], ...]] = (
     VerdictView,
     ResumeView,
     RetryErrorView,
+    RetryDivergedView,
     SendView,
     WakeView,
     RecoverView,

@@ -214,6 +214,9 @@ def described(error: Any, viewer: Viewer) -> dict[str, Any]:
         "message": message_of(error),
         "traceback": viewer.text(error.get("traceback", ""), "traceback"),
         "step": error.get("step", ""),
+        "expected": [show.printable(str(step)) for step in error.get("expected", ())],
+        "seen": show.printable(str(error.get("seen", ""))),
+        "source_line": show.printable(str(error.get("source_line", ""))),
     }
 
 

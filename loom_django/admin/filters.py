@@ -11,7 +11,7 @@ from django.http import HttpRequest
 from django.utils.translation import gettext_lazy as _
 
 from loom_django.definitions import registry
-from loom_django.kernel.state import ON_ERROR, ON_MESSAGE, ON_POISONED, ON_TIMER, ON_VERDICT
+from loom_django.kernel.state import ON_DIVERGED, ON_ERROR, ON_MESSAGE, ON_POISONED, ON_TIMER, ON_VERDICT
 from loom_django.querysets import ExecutionQuerySet
 from loom_django.services.operators import Act
 
@@ -38,7 +38,7 @@ class WaitingFilter(admin.SimpleListFilter):
     title = _("waiting for")
     parameter_name = "waiting"
 
-    KINDS = {"time": ON_TIMER, "message": ON_MESSAGE, "fix": ON_ERROR}
+    KINDS = {"time": ON_TIMER, "message": ON_MESSAGE, "fix": ON_ERROR, "diverged": ON_DIVERGED}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
         return [
@@ -47,6 +47,7 @@ class WaitingFilter(admin.SimpleListFilter):
             ("message", _("a message")),
             ("time", _("a point in time")),
             ("fix", _("a fix of its body")),
+            ("diverged", _("code that fits its log")),
         ]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
@@ -83,6 +84,8 @@ def needing(user: Any, queryset: ExecutionQuerySet) -> Any:
         wanted |= Q(in_doubt__gt=0)
     if user.has_perm(Act.RETRY_ERROR.permission):
         wanted |= Q(status="SUSPENDED", waiting_on=ON_ERROR)
+    if user.has_perm(Act.RETRY_DIVERGED.permission):
+        wanted |= Q(status="SUSPENDED", waiting_on=ON_DIVERGED)
     if user.has_perm(Act.RECOVER_EXECUTION.permission):
         wanted |= Q(status="SUSPENDED", waiting_on=ON_POISONED)
     return queryset.filter(wanted)

@@ -38,7 +38,15 @@ from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.keys import idempotency_key
-from loom_django.kernel.state import ON_ERROR, ON_MESSAGE, ON_POISONED, FrameStatus, Status, is_reserved
+from loom_django.kernel.state import (
+    ON_DIVERGED,
+    ON_ERROR,
+    ON_MESSAGE,
+    ON_POISONED,
+    FrameStatus,
+    Status,
+    is_reserved,
+)
 from loom_django.services import recovery, typed_json
 from loom_django.services.dispatch import (
     Dispatcher,
@@ -80,6 +88,7 @@ class Act(enum.StrEnum):
     RESUME_EXECUTION = "resume_execution"
     CANCEL_EXECUTION = "cancel_execution"
     RETRY_ERROR = "retry_error"
+    RETRY_DIVERGED = "retry_diverged"
     RECOVER_EXECUTION = "recover_execution"
     SEND_MESSAGE = "send_message"
     FORK_EXECUTION = "fork_execution"
@@ -343,6 +352,26 @@ def retry_error(
         FlowCodeMismatchError: the flow's code is not the recorded one.
     """
     return _open_gate(loom, operator, Act.RETRY_ERROR, execution_id, ON_ERROR, reason, question, dry_run)
+
+
+def retry_diverged(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    *,
+    reason: str,
+    question: str | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Run an execution again that is parked because its body did not ask for what its log holds.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason.
+        ResumeRefusedError: it is not parked for that, or at another gate than was looked at.
+        FlowCodeMismatchError: the flow's code is not the recorded one.
+    """
+    act = Act.RETRY_DIVERGED
+    return _open_gate(loom, operator, act, execution_id, ON_DIVERGED, reason, question, dry_run)
 
 
 def recover_execution(

@@ -18,6 +18,7 @@ ACTS = (
     "resume_execution",
     "cancel_execution",
     "retry_error",
+    "retry_diverged",
     "recover_execution",
     "send_message",
     "fork_execution",
@@ -34,10 +35,20 @@ def _clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     loom.reset()
     flows.bank.clear()
     flows.bugs.clear()
+    flows.edits.clear()
     yield
     flows.bank.clear()
     flows.bugs.clear()
+    flows.edits.clear()
     loom.reset()
+
+
+def diverged(execution_id: str) -> None:
+    """An execution that is parked since its body was edited, and right again."""
+    flows.shifting.using(execution_id=execution_id).start()
+    flows.edits.append("dropped a step")
+    loom.resume(execution_id, event_type="Go")
+    flows.edits.clear()
 
 
 def make_user(name: str, *permissions: str) -> User:

@@ -97,6 +97,18 @@ def buggy(ctx: FlowContext) -> str:
     return "fine"
 
 
+# Not empty: "shifting" has been edited, and asks for its first step no more.
+edits: list[str] = []
+
+
+@flow("shifting", steps=[label], divergence="fail")
+def shifting(ctx: FlowContext) -> str:
+    if not edits:
+        ctx.run(label, "first")
+    ctx.suspend("Go")
+    return "fine"
+
+
 @flow("broken")
 def broken(ctx: FlowContext, text: str) -> None:
     raise RuntimeError(text)

@@ -11,7 +11,7 @@ from loom_django.admin.execution_page import LOG_PAGE
 from loom_django.kernel.events import Event, Kind, pack
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import client_of, in_doubt, url, verdict
+from tests.admin.conftest import client_of, diverged, in_doubt, url, verdict
 
 SECOND = 1_000_000
 
@@ -194,7 +194,7 @@ def test_what_people_did_is_listed(console):
 @pytest.mark.django_db(transaction=True)
 def test_an_unknown_execution_is_not_found(console):
     """404 on each page of it."""
-    for name in ("change", "log", "verdict", "resume", "cancel", "retry_error", "recover"):
+    for name in ("change", "log", "verdict", "resume", "cancel", "retry_error", "retry_diverged", "recover"):
         assert console.get(url(f"execution_{name}", "nobody")).status_code == 404
         if name not in ("change", "log"):
             assert console.post(url(f"execution_{name}", "nobody"), {"reason": "r"}).status_code == 404
@@ -208,6 +208,27 @@ def test_a_parked_error_is_shown_with_the_act_that_fits(console):
     page = console.get(url("execution_change", "x")).content.decode()
     assert "KeyError" in page
     assert url("execution_retry_error", "x") in page
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_divergence_is_shown_with_what_was_skipped_and_the_act_that_fits(console):
+    """The recorded step, what came instead, and the line of the flow; the list finds it."""
+    diverged("x")
+    flows.ask.using(execution_id="y").start()
+    page = console.get(url("execution_change", "x")).content.decode()
+    for part in (
+        "Its code diverged from its log",
+        ">label<",
+        "the end of the flow",
+        "flows.py:",
+        "FlowDivergenceError",
+    ):
+        assert part in page
+    assert url("execution_retry_diverged", "x") in page
+    assert url("execution_retry_error", "x") not in page
+    listed = console.get(url("execution_changelist"), {"waiting": "diverged"})
+    assert [row.pk for row in listed.context["cl"].result_list] == ["x"]
+    assert "its code diverged from its log" in listed.content.decode()
 
 
 @pytest.mark.django_db(transaction=True)

@@ -13,7 +13,7 @@ from loom_django.admin.base import MOST_ROWS, BoundedPaginator
 from loom_django.models import Execution
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import client_of, in_doubt, make_user, question, url, verdict
+from tests.admin.conftest import client_of, diverged, in_doubt, make_user, question, url, verdict
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -143,8 +143,15 @@ def test_needs_me_goes_by_permission(db):
     flows.buggy.using(execution_id="bug").start()
     judge = client_of(make_user("judge", "view_execution", "resolve_step"))
     fixer = client_of(make_user("fixer", "view_execution", "retry_error"))
+    diverged("shifted")
+    deployer = client_of(make_user("deployer", "view_execution", "retry_diverged"))
     guest = client_of(make_user("guest", "view_execution"))
-    assert [shown(client, needs="me") for client in (judge, fixer, guest)] == [["doubt"], ["bug"], []]
+    assert [shown(client, needs="me") for client in (judge, fixer, deployer, guest)] == [
+        ["doubt"],
+        ["bug"],
+        ["shifted"],
+        [],
+    ]
 
 
 def test_a_list_says_when_it_shows_the_newest_only(monkeypatch, console):

@@ -16,6 +16,7 @@ from tests.admin.conftest import (
     ACTS,
     LOOK,
     client_of,
+    diverged,
     in_doubt,
     kinds,
     make_user,
@@ -39,6 +40,10 @@ def _waiting() -> None:
 def _on_error() -> None:
     flows.bugs.append(ValueError("bug"))
     flows.buggy.using(execution_id="x").start()
+
+
+def _diverged() -> None:
+    diverged("x")
 
 
 def _verdict() -> dict[str, Any]:
@@ -91,6 +96,10 @@ def _by_lineage() -> list[str]:
     return [loom.state("copy").options["forked_from"]["principal"]]
 
 
+def _by_last_answer() -> list[str]:
+    return [loom.history("x", kinds=["EXECUTION_RESUMED"])[-1].data["principal"]]
+
+
 def _by_nobody() -> list[str]:
     """A wake that is tried again is no answer of a person's."""
     assert loom.state("x").result == "awake"
@@ -110,6 +119,9 @@ MATRIX = [
     pytest.param("rerun_execution", "rerun", _failed, _copy, _by_lineage, id="rerun"),
     pytest.param("wake_timer", "wake", _put_off, _reason, _by_nobody, id="wake"),
     pytest.param("record_outcome", "outcome", _cancelled, _outcome, _by("OUTCOME_RECORDED"), id="outcome"),
+    pytest.param(
+        "retry_diverged", "retry_diverged", _diverged, _reason, _by_last_answer, id="retry_diverged"
+    ),
 ]
 
 

@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from loom_django.kernel.state import Status
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import _clean_slate, in_doubt, kinds, make_user, put_off, question
+from tests.admin.conftest import _clean_slate, diverged, in_doubt, kinds, make_user, put_off, question
 
 __all__ = ["_clean_slate"]
 
@@ -209,7 +209,15 @@ def test_an_error_is_retried_at_the_shell():
     assert refused("loom_retry_error", "bug-1", "--reason", "again")[0] == 1
 
 
-@pytest.mark.parametrize("name", ["loom_cancel", "loom_retry_error", "loom_history"])
+def test_a_divergence_is_retried_at_the_shell():
+    """After the fix the body runs again; what was answered stays answered."""
+    diverged("shifted-1")
+    run("loom_retry_diverged", "shifted-1", "--reason", "rolled back")
+    assert loom.handle("shifted-1").result() == "fine"
+    assert refused("loom_retry_diverged", "shifted-1", "--reason", "again")[0] == 1
+
+
+@pytest.mark.parametrize("name", ["loom_cancel", "loom_retry_error", "loom_retry_diverged", "loom_history"])
 def test_an_unknown_execution_is_said_to_be_unknown(name):
     """Exit code 1 and the id."""
     args = [] if name == "loom_history" else ["--reason", "r"]

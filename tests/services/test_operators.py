@@ -30,7 +30,7 @@ from loom_django.runtime import loom
 from loom_django.services import operators, typed_json
 from loom_django.services.operators import Act, Operator
 from tests.admin import flows
-from tests.admin.conftest import _clean_slate, in_doubt, kinds, question
+from tests.admin.conftest import _clean_slate, diverged, in_doubt, kinds, question
 
 __all__ = ["_clean_slate"]
 
@@ -86,6 +86,7 @@ ACTS: list[Any] = [
     lambda by, **options: operators.resume_execution(loom, by, "x", "EffectInDoubtResolved", **options),
     lambda by, **options: operators.cancel_execution(loom, by, "x", **options),
     lambda by, **options: operators.retry_error(loom, by, "x", **options),
+    lambda by, **options: operators.retry_diverged(loom, by, "x", **options),
     lambda by, **options: operators.recover_execution(loom, by, "x", **options),
 ]
 
@@ -171,7 +172,9 @@ def test_a_denial_that_cannot_be_recorded_is_a_denial_still(monkeypatch, caplog)
 
 
 @database
-@pytest.mark.parametrize("act", ACTS[:2] + ACTS[3:], ids=["resolve", "resume", "cancel", "retry", "recover"])
+@pytest.mark.parametrize(
+    "act", ACTS[:2] + ACTS[3:], ids=["resolve", "resume", "cancel", "retry", "diverged", "recover"]
+)
 @pytest.mark.parametrize("reason", ["", " \n\t", "x" * (operators.MAX_REASON + 1)])
 def test_an_act_needs_a_reason_of_sane_length(act, reason):
     """Without one nothing is appended."""
@@ -193,6 +196,7 @@ def test_a_rehearsal_is_the_act_without_its_traces():
     flows.bugs.append(ValueError("bug"))
     flows.buggy.using(execution_id="bug").start()
     flows.nap.using(execution_id="nap").start()
+    diverged("shifted")
     acts: dict[str, Any] = {
         "doubt": lambda **o: operators.resolve_step(
             loom, SHELL, "doubt", "transfer", "completed-with-result", output=1, reason="r", **o
@@ -201,6 +205,7 @@ def test_a_rehearsal_is_the_act_without_its_traces():
             loom, SHELL, "ask", "Approval", payload=[1], reason="r", **o
         ),
         "bug": lambda **o: operators.retry_error(loom, SHELL, "bug", reason="r", **o),
+        "shifted": lambda **o: operators.retry_diverged(loom, SHELL, "shifted", reason="r", **o),
         "nap": lambda **o: operators.cancel_execution(loom, SHELL, "nap", reason="r", **o),
     }
     for execution_id, act in acts.items():
