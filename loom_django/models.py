@@ -138,8 +138,9 @@ class Execution(ReadOnlyModel):
             models.Index(fields=["-created_at", "id"], name="loom_execution_newest"),
             models.Index(fields=["status", "-created_at"], name="loom_execution_by_status"),
             models.Index(fields=["flow_id", "-created_at"], name="loom_execution_by_flow"),
+            # Newest first, of one object: its admin page and the list behind it.
             models.Index(
-                fields=["subject_type", "subject_id"],
+                fields=["subject_type", "subject_id", "-created_at"],
                 name="loom_execution_subject",
                 condition=~Q(subject_type=""),
             ),

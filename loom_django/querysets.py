@@ -79,5 +79,7 @@ class ExecutionQuerySet(ReadOnlyQuerySet):
         return self.filter(flow_id=flow_id)
 
     def for_subject(self, subject: models.Model) -> ExecutionQuerySet:
-        """The executions that were started with ``subject=`` this object."""
+        """The executions that were started with ``subject=`` this object; none, if it is not saved."""
+        if subject.pk is None:
+            return self.none()
         return self.filter(subject_type=subject._meta.label_lower, subject_id=str(subject.pk))

@@ -1,6 +1,7 @@
 from django.contrib import admin
 
 from example_project.shop.models import Booking, Order, Product
+from loom_django.admin import ExecutionsInlineMixin
 
 
 class BookingInline(admin.TabularInline):
@@ -11,7 +12,7 @@ class BookingInline(admin.TabularInline):
 
 
 @admin.register(Order)
-class OrderAdmin(admin.ModelAdmin):
+class OrderAdmin(ExecutionsInlineMixin, admin.ModelAdmin):
     list_display = ["pk", "product", "customer", "amount", "state", "created_at"]
     list_filter = ["state"]
     readonly_fields = ["state", "transfer_id"]

@@ -18,6 +18,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from loom_django.admin import show
+from loom_django.kernel.state import ON_VERDICT
 from loom_django.models import Execution, Timer
 
 if TYPE_CHECKING:
@@ -84,12 +86,7 @@ class ReadOnlyAdmin(ModelAdmin):
         return self.url(f"loom_execution_{page}", quote(execution_id))
 
     def execution_link(self, execution_id: str) -> SafeString:
-        return format_html(
-            '<a class="loom-id" href="{}" title="{}">{}</a>',
-            self.execution_url(execution_id),
-            execution_id,
-            shortened(execution_id),
-        )
+        return execution_link(self.admin_site.name, execution_id)
 
     def page(
         self,
@@ -136,6 +133,14 @@ def _csp_nonce(request: HttpRequest) -> Any:
     return get_nonce(request)
 
 
+def execution_link(site: str, execution_id: str) -> SafeString:
+    """A link to an execution's page on that admin site."""
+    address = reverse("admin:loom_execution_change", args=[quote(execution_id)], current_app=site)
+    return format_html(
+        '<a class="loom-id" href="{}" title="{}">{}</a>', address, execution_id, shortened(execution_id)
+    )
+
+
 def shortened(identifier: str, length: int = 36) -> str:
     """An id for a table; its middle gives way."""
     if len(identifier) <= length:
@@ -146,6 +151,31 @@ def shortened(identifier: str, length: int = 36) -> str:
 
 def pill(status: str, label: Any) -> SafeString:
     return format_html('<span class="loom-pill loom-is-{}">{}</span>', status.lower(), label)
+
+
+def state(execution: Execution) -> SafeString:
+    """The status of an execution, and whether an effect of it is in doubt."""
+    shown = pill(execution.status, execution.get_status_display())
+    if not execution.in_doubt:
+        return shown
+    return format_html("{} {}", shown, pill("doubt", _("in doubt")))
+
+
+def flow_of(execution: Execution) -> SafeString:
+    name = shortened(execution.flow_id)
+    return format_html('<span title="{}">{}@{}</span>', execution.flow_id, name, execution.version)
+
+
+def doing(execution: Execution) -> Any:
+    """What an execution waits for, failed with, or is about, in words."""
+    waits = execution.pending_waits
+    if waits:
+        # What only a person can bring forward stands before what comes by itself.
+        first = min(waits, key=lambda wait: wait["on"] != ON_VERDICT)
+        words = show.wait_in_words(first["on"], first["key"], first["wake_at"])
+        more = _(", and %(n)d more") % {"n": len(waits) - 1} if len(waits) > 1 else ""
+        return format_html("{}{}", words, more)
+    return execution.error_type if execution.error_type else shortened(execution.current_step)
 
 
 def holder(execution: Execution) -> Any:

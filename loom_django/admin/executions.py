@@ -11,12 +11,11 @@ from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
 from django.core.exceptions import PermissionDenied
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import Http404, HttpRequest, HttpResponse
 from django.urls import URLPattern, path
 from django.utils import timezone
 from django.utils.decorators import method_decorator
-from django.utils.html import format_html
 from django.utils.text import capfirst
 from django.utils.translation import gettext_lazy as _
 from django.views.decorators.http import require_safe
@@ -24,15 +23,14 @@ from django.views.decorators.http import require_safe
 from loom_django import conf
 from loom_django.admin import overview, queue, show
 from loom_django.admin.acts import VIEWS, OutcomeView, ResumeView, SendView, VerdictView
-from loom_django.admin.base import ReadOnlyAdmin, holder, kind_of, pill, shortened
+from loom_django.admin.base import ReadOnlyAdmin, doing, flow_of, holder, kind_of, shortened, state
 from loom_django.admin.execution_page import ExecutionPage, WaitRow
-from loom_django.admin.filters import FlowFilter, NeedsMeFilter, WaitingFilter
-from loom_django.admin.search import ExactSearch
+from loom_django.admin.filters import FlowFilter, NeedsMeFilter, SubjectFilter, WaitingFilter
+from loom_django.admin.search import ExactSearch, attribute_is
 from loom_django.admin.show import VIEW_PAYLOAD, Viewer
 from loom_django.errors import ExecutionNotFoundError, OperatorDeniedError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event
-from loom_django.kernel.state import ON_VERDICT
 from loom_django.models import Execution, Fence, Timer
 from loom_django.runtime import loom
 from loom_django.services import operators
@@ -48,9 +46,12 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     list_display = ("execution", "state", "flow", "doing", "started", "updated", "held_by")
     list_display_links = None
-    list_filter = (NeedsMeFilter, "status", FlowFilter, WaitingFilter)
+    list_filter = (NeedsMeFilter, "status", FlowFilter, WaitingFilter, SubjectFilter)
     ordering = ("-created_at", "pk")
     search_column = "pk"
+    search_help_text = _(
+        "An execution's id, the beginning of one, an idempotency key, or an attribute such as country=DE."
+    )
 
     # Addresses.
 
@@ -73,6 +74,9 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     # The list.
 
+    def looked_for(self, term: str, using: str) -> Q:
+        return super().looked_for(term, using) | attribute_is(term, using)
+
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return super().get_queryset(request).defer("attributes", "error_message")
 
@@ -82,26 +86,15 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     @admin.display(description=_("status"), ordering="status")
     def state(self, execution: Execution) -> Any:
-        shown = pill(execution.status, execution.get_status_display())
-        if not execution.in_doubt:
-            return shown
-        return format_html("{} {}", shown, pill("doubt", _("in doubt")))
+        return state(execution)
 
     @admin.display(description=_("flow"))
     def flow(self, execution: Execution) -> Any:
-        name = shortened(execution.flow_id)
-        return format_html('<span title="{}">{}@{}</span>', execution.flow_id, name, execution.version)
+        return flow_of(execution)
 
     @admin.display(description=_("step or wait"))
     def doing(self, execution: Execution) -> Any:
-        waits = execution.pending_waits
-        if waits:
-            # What only a person can bring forward stands before what comes by itself.
-            first = min(waits, key=lambda wait: wait["on"] != ON_VERDICT)
-            words = show.wait_in_words(first["on"], first["key"], first["wake_at"])
-            more = _(", and %(n)d more") % {"n": len(waits) - 1} if len(waits) > 1 else ""
-            return format_html("{}{}", words, more)
-        return execution.error_type if execution.error_type else shortened(execution.current_step)
+        return doing(execution)
 
     @admin.display(description=_("started"), ordering="-created_at")
     def started(self, execution: Execution) -> Any:

@@ -32,6 +32,25 @@ class FlowFilter(admin.SimpleListFilter):
         return queryset.of_flow(self.value()) if self.value() else queryset
 
 
+class SubjectFilter(admin.SimpleListFilter):
+    """By the object that the executions are about; shown where a link asked for it."""
+
+    title = _("subject")
+    parameter_name = "subject"
+
+    @staticmethod
+    def value_of(subject: Any) -> str:
+        return f"{subject._meta.label_lower}:{subject.pk}"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Iterable[tuple[str, Any]]:
+        asked = request.GET.get(self.parameter_name, "")
+        return [(asked, asked.replace(":", " ", 1))] if asked else []
+
+    def queryset(self, request: HttpRequest, queryset: Any) -> Any:
+        model, _separator, key = (self.value() or "").partition(":")
+        return queryset.filter(subject_type=model, subject_id=key) if self.value() else queryset
+
+
 class WaitingFilter(admin.SimpleListFilter):
     """By what the execution waits for."""
 

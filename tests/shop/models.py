@@ -1,5 +1,7 @@
 """What the tests' flows work on. No migrations: the tables are made with the test database."""
 
+import uuid
+
 from django.db import models
 
 
@@ -25,3 +27,21 @@ class Ledger(models.Model):
 
     def __str__(self) -> str:
         return f"{self.step} with {self.key}"
+
+
+class Parcel(models.Model):
+    """An object whose key is a UUID."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+
+    def __str__(self) -> str:
+        return str(self.pk)
+
+
+class Country(models.Model):
+    """An object whose key is text."""
+
+    code = models.CharField(primary_key=True, max_length=20)
+
+    def __str__(self) -> str:
+        return self.code
