@@ -24,7 +24,7 @@ def drop_index(apps: Any, schema_editor: Any) -> None:
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("loom", "0008_operator_acts"),
+        ("loom", "0009_diverged"),
     ]
 
     operations = [
