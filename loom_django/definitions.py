@@ -320,6 +320,11 @@ class Options:
         self.on_parent_close = on_parent_close
         self._given: dict[str, Any] = {}
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the options that were given."""
+        return tuple(self._given)
+
     def changed(self, given: Mapping[str, Any]) -> Options:
         """These options with some of them given anew."""
         together = {**self._given, **given}

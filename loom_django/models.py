@@ -148,7 +148,9 @@ class Execution(ReadOnlyModel):
                 fields=["parent_id"], name="loom_execution_parent", condition=Q(parent_id__isnull=False)
             ),
             # Successors only: nearly every chain has one member, and that one is found by its id.
-            models.Index(fields=["chain"], name="loom_execution_chain", condition=~Q(chain=F("id"))),
+            models.Index(
+                fields=["chain", "created_at"], name="loom_execution_chain", condition=~Q(chain=F("id"))
+            ),
         ]
 
     def __str__(self) -> str:

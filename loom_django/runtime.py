@@ -50,7 +50,7 @@ from loom_django.services.leases import LeaseKeeper
 from loom_django.services.notices import Notifier
 from loom_django.services.redrive import look_now
 from loom_django.stores import store_for
-from loom_django.stores.base import READY, Ownership, Store
+from loom_django.stores.base import READY, Ended, Ownership, Store
 
 if TYPE_CHECKING:
     from loom_django.engine.core import Keeper
@@ -107,7 +107,7 @@ class PendingWait:
 
 
 class Handle(Generic[R]):
-    """An execution as a program sees it.
+    """An execution as a program sees it: one that has continued as new is what its newest successor is.
 
     Attributes:
         id, flow_id: of the execution.
@@ -124,20 +124,23 @@ class Handle(Generic[R]):
     @property
     def status(self) -> Status:
         """Where the execution stands now: one cheap query."""
-        status = self._loom.store.status(self.id)
-        if status is None:
-            raise ExecutionNotFoundError(self.id)
-        return status
+        return self._newest().status
 
     @property
     def waits(self) -> tuple[PendingWait, ...]:
         """What it waits for now."""
-        return tuple(PendingWait.of(wait) for wait in self._loom.state(self.id).pending_waits)
+        return tuple(PendingWait.of(wait) for wait in self._loom.state(self._newest().id).pending_waits)
 
     def refresh(self) -> Handle[R]:
         """Read the log again; returns the handle itself."""
-        self._state = self._loom.state(self.id)
+        self._state = self._loom.state(self._newest().id)
         return self
+
+    def _newest(self) -> Ended:
+        newest = self._loom.store.newest(self.id)
+        if newest is None:
+            raise ExecutionNotFoundError(self.id)
+        return newest
 
     async def arefresh(self) -> Handle[R]:
         """:meth:`refresh`, awaited."""
@@ -206,6 +209,8 @@ class Handle(Generic[R]):
             )
         if state.status is Status.CANCELLED:
             raise ExecutionCancelledError(self.id, state.reason)
+        if state.successor is not None:
+            raise ExecutionNotFoundError(state.successor)  # it was removed, or not restored
         result: R = codec.decode(state.result)
         return result
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
 
 from loom_django.admin import show, timeline
 from loom_django.admin.show import Payload, Viewer
@@ -97,6 +98,15 @@ class ExecutionPage:
     @property
     def took(self) -> str:
         return show.span((self.end - self.state.started_at) / 1_000_000)
+
+    @property
+    def chain(self) -> list[tuple[Any, str | None]]:
+        """Its neighbours in the chain that it belongs to, if it does to one."""
+        return [
+            (_("Continues"), self.state.predecessor),
+            (_("Continued as"), self.state.successor),
+            (_("First of the chain"), self.state.chain if self.state.options.get("link", 1) > 2 else None),
+        ]
 
     @property
     def input(self) -> Payload:

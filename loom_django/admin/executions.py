@@ -193,6 +193,11 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             occurrence=show.when(execution.scheduled_at),
             schedule_url=self._schedule_url(request, execution),
             source=self.execution_link(page.forked_from["execution"]) if page.forked_from else "",
+            chain=[
+                (label, self.execution_link(execution_id))
+                for label, execution_id in page.chain
+                if execution_id is not None
+            ],
             timers=[self._timer(timer, page) for timer in page.timers],
             acts=[
                 (view.title, self.execution_url(execution.pk, view.suffix))

@@ -88,6 +88,34 @@ def principal_name(principal: Any) -> str | None:
     return str(username() if username is not None else principal)[:255]
 
 
+# How often an execution may go on in a successor while somebody else is about to act on it.
+HAND_OVERS: Final = 20
+
+
+def _on_newest(engine: Engine, execution_id: str, act: Callable[[str], Appended]) -> Appended:
+    """Act on an execution, or if its log has ended in a successor, on the newest of its chain.
+
+    Raises:
+        ResumeContendedError: it went on in a successor again and again; nothing was written.
+    """
+    target = execution_id
+    for _ in range(HAND_OVERS):
+        refused: ExecutionClosedError | ResumeRefusedError | None = None
+        try:
+            appended = act(target)
+            if appended.journal.fold.status != Status.CONTINUED:
+                return appended
+        except (ExecutionClosedError, ResumeRefusedError) as exc:
+            refused = exc
+        newest = engine.store.newest(execution_id)
+        if newest is None or newest.id == target:
+            if refused is not None:
+                raise refused
+            return appended
+        target = newest.id
+    raise ResumeContendedError(execution_id, HAND_OVERS)
+
+
 def resume(
     engine: Engine,
     execution_id: str,
@@ -103,7 +131,9 @@ def resume(
     judge: Judge | None = None,
     ownership: Ownership,
 ) -> Appended:
-    """Answer the pending wait on ``event_type``.
+    """Answer the pending wait on ``event_type``, of the newest of a chain.
+
+    What was looked at (``judge``), and tokens and parks, are of one log: an answer with them is for that one.
 
     Raises:
         ResumeRefusedError: nothing waits for it; ``reason`` says how. Nothing was written.
@@ -128,6 +158,8 @@ def resume(
         check_code(engine, journal.fold)
         return _answer(journal, wait, event_type, text, who, reason, ownership)
 
+    if judge is None and fence is None and fence_if_parked_at is None:
+        return _on_newest(engine, execution_id, lambda target: _land_answer(engine, target, compose))
     return _land_answer(engine, execution_id, compose, fence, fence_if_parked_at is not None)
 
 
@@ -170,7 +202,7 @@ def _refuse_second(journal: Journal, wait: Wait) -> NoReturn:
     reason: Literal["no-such-wait", "not-suspended"] = (
         "no-such-wait" if fold.status == Status.SUSPENDED else "not-suspended"
     )
-    message = kept.find(journal.engine, fold.execution_id, wait)
+    message = kept.find(journal.engine, fold, wait)
     who = kept.principal_of(message) if message is not None else None
     detail = f"An answer{f' by {who}' if who else ''} is stored and waits to be taken."
     if wait.on == ON_VERDICT:
@@ -653,6 +685,8 @@ def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: 
 def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended:
     """Answer a park with what has come: children that have ended, an answer that was kept for one of its waits,
     or the oldest message that a ``receive`` waits for. No events if there is nothing to do.
+
+    What has come is the chain's: it is for the newest.
     """
 
     def compose(journal: Journal) -> Landing | None:
@@ -665,7 +699,7 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
             if wait.on == ON_CHILD:
                 continue
             if wait.on != ON_MESSAGE:
-                if (message := kept.find(engine, execution_id, wait)) is not None:
+                if (message := kept.find(engine, fold, wait)) is not None:
                     check_code(engine, fold)
                     fields = kept.fields_of(wait, message)
                     journal.record(Kind.MESSAGE_CONSUMED, fields)
@@ -673,7 +707,7 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
                     journal.record(Kind.EXECUTION_RESUMED, resumed)
                     return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
                 continue
-            for message in engine.store.inbox(execution_id, str(wait.correlation_key)):
+            for message in engine.store.inbox(fold.chain, str(wait.correlation_key)):
                 if message.number in fold.messages:
                     continue
                 check_code(engine, fold)
@@ -684,7 +718,7 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
                 return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
         return None
 
-    return answer_park(engine, execution_id, compose, fences=True)
+    return _on_newest(engine, execution_id, lambda target: answer_park(engine, target, compose, fences=True))
 
 
 # Ends.
@@ -697,10 +731,11 @@ def close_with_parent(engine: Engine, execution_id: str) -> Appended | None:
     parent = options.get("parent")
     if parent is None or options.get("on_parent_close") != "cancel":
         return None
-    status = engine.store.status(parent)
-    if status is not None and status not in TERMINAL_STATUSES:
+    newest = engine.store.newest(parent)
+    if newest is not None and newest.status not in TERMINAL_STATUSES:
         return None
-    if engine.store.status(execution_id) in TERMINAL_STATUSES:
+    child = engine.store.newest(execution_id)
+    if child is None or child.status in TERMINAL_STATUSES:
         return None
     try:
         return cancel(engine, execution_id, reason=f"its parent {parent} has ended")
@@ -709,7 +744,8 @@ def close_with_parent(engine: Engine, execution_id: str) -> Appended | None:
 
 
 def cancel(engine: Engine, execution_id: str, *, reason: str = "", principal: Any = None) -> Appended:
-    """End an execution. A running body can append nothing more; what it has begun may still happen.
+    """End an execution, the newest of its chain. A running body can append nothing more; what it has begun may
+    still happen.
 
     A started step that must not run twice is put in doubt by the same append. Cancelling what is cancelled
     is answered with no events.
@@ -724,13 +760,13 @@ def cancel(engine: Engine, execution_id: str, *, reason: str = "", principal: An
         if fold.status == Status.CANCELLED:
             return None
         if fold.status in TERMINAL_STATUSES:
-            raise ExecutionClosedError(execution_id, str(fold.status))
+            raise ExecutionClosedError(fold.execution_id, str(fold.status))
         doubt.record_doubts(journal, doubt.open_doubts(fold), doubt.CANCELLED)
         fields = {"reason": reason or None, "principal": principal_name(principal)}
         journal.record(Kind.EXECUTION_CANCELLED, fields)
         return Landing(NOBODY, timers_off=None)
 
-    return _end(engine, execution_id, record)
+    return _on_newest(engine, execution_id, lambda target: _end(engine, target, record))
 
 
 def expire(engine: Engine, execution_id: str) -> Appended:

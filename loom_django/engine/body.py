@@ -263,6 +263,12 @@ class Body:
         """Leave the body if it may not start what the log does not hold."""
         self.begin_live()
 
+    def begin_continuing(self) -> Steps[None]:
+        """Leave the body if it may not end here and go on in a successor."""
+        self.begin_live()
+        if (watch := self.shared.watch) is not None:
+            yield from self._compare(watch.skipped(), "continue_as_new")
+
     def ends_of(self, ids: Sequence[str]) -> dict[str, Event | None]:
         """How these executions ended, as the store has it now."""
         return self.ask_store(lambda: self.engine.store.ended(ids))
@@ -469,7 +475,7 @@ class Body:
             yield Io(partial(self.park, reason, [wait], wakes=wakes))
 
     def _take_kept(self, wait: Wait) -> bool:
-        message = self.ask_store(lambda: kept.find(self.engine, self.execution_id, wait))
+        message = self.ask_store(lambda: kept.find(self.engine, self.journal.fold, wait))
         if message is None:
             return False
         self.journal.record(Kind.MESSAGE_CONSUMED, kept.fields_of(wait, message))
@@ -477,11 +483,11 @@ class Body:
         return True
 
     def wakes(self) -> int:
-        return self.ask_store(lambda: self.engine.store.wakes(self.execution_id))
+        return self.ask_store(lambda: self.engine.store.wakes(self.journal.fold.chain))
 
     def _take_message(self, wait_id: str, name: str) -> bool:
         fold = self.journal.fold
-        for message in self.ask_store(lambda: self.engine.store.inbox(self.execution_id, name)):
+        for message in self.ask_store(lambda: self.engine.store.inbox(fold.chain, name)):
             if message.number not in fold.messages:
                 self.journal.record(Kind.MESSAGE_CONSUMED, message_fields(wait_id, message))
                 self.journal.ride(message=message.number, wait=fold.waits.get(wait_id))

@@ -48,7 +48,7 @@ def start_child(
 ) -> Steps[Child[Any]]:
     """Start a child under an id made of names and counts, or take the one that the log holds."""
     yield Enter(partial(body.enter, "start_child"))
-    wanted = body.checked(lambda: _flow(body, flow))
+    wanted = body.checked(lambda: flow_named(body, flow))
     given = body.checked(lambda: wanted.bind_input(args, kwargs))
     options = wanted.options
     number = body.count(f"child:{wanted.id}")
@@ -64,7 +64,8 @@ def start_child(
     return Child(child_id, wanted.id)
 
 
-def _flow(body: Body, flow: Flow[..., Any] | str) -> Flow[..., Any]:
+def flow_named(body: Body, flow: Flow[..., Any] | str) -> Flow[..., Any]:
+    """A flow, or the one of that id that new executions get."""
     if isinstance(flow, Flow):
         return flow
     return body.engine.registry.current(keys.check_id(flow, "flow id"))
@@ -77,7 +78,8 @@ def _land_start(body: Body, flow: Flow[..., Any], given: Mapping[str, Any], chil
         if there is not None:
             # Its end would wake its own parent, or nobody: whoever waited for it here would wait for ever.
             raise ExecutionConflictError(child_id, "parent")
-        commit, later = child_start(engine, flow, given, flow.options, child_id, body.execution_id)
+        parent = body.journal.fold.chain
+        commit, later = child_start(engine, flow, given, flow.options, child_id, parent)
     except LoomError as exc:
         body.refuse(exc)
     fields = {"note": note, "child": child_id, "flow": flow.id, "on_parent_close": policy}

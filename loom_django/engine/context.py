@@ -18,6 +18,7 @@ from uuid import UUID
 from loom_django.definitions import AwaitMode, Child, Flow, Outcome, Step, Tool
 from loom_django.engine.body import Body, metered
 from loom_django.engine.children import await_child, await_children, start_child
+from loom_django.engine.continuing import continue_as_new
 from loom_django.engine.core import from_micros
 from loom_django.engine.drive import CutOff, Steps
 from loom_django.engine.drive_async import AsyncDriver
@@ -35,7 +36,7 @@ _numbers = itertools.count()
 _FLOW_ONLY = frozenset(
     {
         "run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide", "parallel",
-        "start_child", "await_child", "await_children",
+        "start_child", "await_child", "await_children", "continue_as_new",
     }
 )  # fmt: skip
 
@@ -311,6 +312,25 @@ class FlowContext(_Context):
         """
         return self._do(await_children(self._body, children, mode, timeout))
 
+    @overload
+    def continue_as_new(self, flow: Flow[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> NoReturn: ...
+    @overload
+    def continue_as_new(self, flow: str, /, *args: Any, **kwargs: Any) -> NoReturn: ...
+    def continue_as_new(self, flow: Flow[..., Any] | str, /, *args: Any, **kwargs: Any) -> NoReturn:
+        """End this log and go on with a fresh one, of the same flow or of another: for loops without an end.
+
+        The successor runs on the code that is registered now. It has the id ``{first id}~2``, ``~3`` and so on;
+        to whoever sends, waits, cancels or asks by the first id the chain is one execution. Subject, attributes,
+        queue, priority, deadline, parent and unread messages go along; children that are to end with this
+        execution end with the chain. What :meth:`on_failure` has registered is let go.
+
+        Raises:
+            InvalidInputError, FlowNotFoundError, UnencodableValueError, ContextMisuseError: misuse; nothing was
+                written, and this execution fails.
+        """
+        self._do(continue_as_new(self._body, flow, args, kwargs))
+        raise AssertionError("a body does not come back from its end")
+
     def decide(self, decision_id: str, decider: Callable[[], R] | Callable[[FlowContext], R], /) -> R:
         """Compute a value once and record it: for a flag, a setting, a read that may change.
 
@@ -416,6 +436,18 @@ class AsyncFlowContext(_Context):
     ) -> Awaitable[Any]:
         """See :meth:`FlowContext.await_children`."""
         return self._do("await_children", await_children(self._body, children, mode, timeout))
+
+    @overload
+    def continue_as_new(
+        self, flow: Flow[P, Any], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[NoReturn]: ...
+    @overload
+    def continue_as_new(self, flow: str, /, *args: Any, **kwargs: Any) -> Awaitable[NoReturn]: ...
+    def continue_as_new(
+        self, flow: Flow[..., Any] | str, /, *args: Any, **kwargs: Any
+    ) -> Awaitable[NoReturn]:
+        """See :meth:`FlowContext.continue_as_new`."""
+        return self._do("continue_as_new", continue_as_new(self._body, flow, args, kwargs))
 
     def decide(
         self, decision_id: str, decider: Callable[[], Any] | Callable[[AsyncFlowContext], Any], /

@@ -9,23 +9,24 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
 
 from loom_django.definitions import Flow
 from loom_django.engine.code import flow_for, graph_of
-from loom_django.engine.core import Engine, from_micros, random_token
+from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import load_existing
-from loom_django.engine.start import Started, check_startable
+from loom_django.engine.start import Started, check_startable, deadline_timer, row_of_start
 from loom_django.errors import ExecutionConflictError, InvalidInputError
 from loom_django.kernel.events import AUDIT, TERMINAL, Event, Kind, pack
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import Status
-from loom_django.stores.base import NewExecution, Ownership, SequenceOccupied, TimerRow
+from loom_django.stores.base import Ownership, SequenceOccupied
 
-# Not of the copy's own: it has no parent, was started by no schedule, and its time begins anew.
-_NOT_INHERITED = ("parent", "on_parent_close", "scheduled_at", "start_at", "deadline")
+# Not of the copy's own: it has no parent and no chain, was started by no schedule, and its time begins anew.
+_NOT_INHERITED = (
+    "parent", "on_parent_close", "scheduled_at", "start_at", "deadline", "chain", "link", "children",
+)  # fmt: skip
 
 
 def fork(
@@ -104,7 +105,6 @@ class _Copy:
         self.events = [event for event in events if event.kind not in AUDIT]
         self.source = events[0].execution_id
         self.fold = _folded(self.source, self.events)
-        self.deadline_micros = 0
         self.lineage = {
             "execution": self.source,
             "step": from_step,
@@ -117,10 +117,10 @@ class _Copy:
                 f"{self.source!r} is one of flow {self.fold.flow_id!r}, not {target.id!r}"
             )
         check_startable(target)
-        if self.fold.children:
+        if unknown := self.fold.children.keys() - set(self.fold.options.get("children", ())):
             raise InvalidInputError(
                 f"children of {self.source!r} had been started by then whose end it did not know: "
-                f"{', '.join(self.fold.children)}. Fork from a step before they were started, or behind their wait"
+                f"{', '.join(sorted(unknown))}. Fork from a step before they were started, or behind their wait"
             )
         if self.fold.status is Status.SUSPENDED:
             raise InvalidInputError(
@@ -132,19 +132,18 @@ class _Copy:
         execution_id = new_id or str(uuid.uuid4())
         engine.store.check_clock()
         journal = Journal(engine, Fold(), fence=None, writer=random_token())
-        deadline = self._deadline(journal)
+        options = self._options(journal)
         for event in self.events:
             body = event.body
             if event.kind == Kind.EXECUTION_STARTED:
-                body = self._started(event, deadline)
+                body = self._started(event, options)
             elif event.kind == Kind.CHILD_STARTED:
                 body = pack({**event.data, "on_parent_close": "abandon"})  # they are the source's
             self._copy(journal, event, body, execution_id)
-        timers = () if deadline is None else (TimerRow(execution_id, deadline, deadline=True),)
+        new = row_of_start(options, execution_id)
+        timers = deadline_timer(execution_id, new)
         try:
-            journal.land(
-                ownership=ownership, new=self._row(execution_id, deadline), timers=timers, pass_notes=False
-            )
+            journal.land(ownership=ownership, new=new, timers=timers, pass_notes=False)
         except SequenceOccupied:
             self._check_same(execution_id)
             return Started(execution_id, self.fold.flow_id, False)
@@ -165,15 +164,7 @@ class _Copy:
         journal.fold.apply(copied)
         journal.kept.append(copied)
 
-    def _started(self, event: Event, deadline: datetime | None) -> str:
-        options = {
-            name: value
-            for name, value in (event.data.get("options") or {}).items()
-            if name not in _NOT_INHERITED
-        }
-        if deadline is not None:
-            options["deadline"] = self.deadline_micros
-        options["forked_from"] = {name: value for name, value in self.lineage.items() if value is not None}
+    def _started(self, event: Event, options: dict[str, Any]) -> str:
         fields = {**event.data, "options": options}
         if self.flow is not None:
             flow = self.flow
@@ -185,28 +176,16 @@ class _Copy:
             }
         return pack(fields)
 
-    def _deadline(self, journal: Journal) -> datetime | None:
-        """As long from now on as the source had from its start."""
-        given = self.fold.options.get("deadline")
-        if given is None:
-            return None
-        began = self.fold.options.get("start_at") or self.fold.started_at
-        self.deadline_micros = journal.stamp() + given - began
-        return from_micros(self.deadline_micros)
-
-    def _row(self, execution_id: str, deadline: datetime | None) -> NewExecution:
-        options = self.fold.options
-        subject = options.get("subject")
-        default = NewExecution()
-        return NewExecution(
-            queue=options.get("queue") or default.queue,
-            priority=options.get("priority") or 0,
-            deadline=deadline,
-            chain=execution_id,
-            subject_type=subject[0] if subject else "",
-            subject_id=subject[1] if subject else "",
-            attributes=pack(options["attributes"]) if options.get("attributes") else default.attributes,
-        )
+    def _options(self, journal: Journal) -> dict[str, Any]:
+        """The source's, as far as they are the copy's too, with its lineage."""
+        source = self.fold.options
+        options = {name: value for name, value in source.items() if name not in _NOT_INHERITED}
+        if source.get("deadline") is not None:
+            # As long from now on as the source had from its start.
+            began = source.get("start_at") or self.fold.started_at
+            options["deadline"] = journal.stamp() + source["deadline"] - began
+        options["forked_from"] = {name: value for name, value in self.lineage.items() if value is not None}
+        return options
 
     def _check_same(self, execution_id: str) -> None:
         events = self.engine.store.read(execution_id, limit=1)

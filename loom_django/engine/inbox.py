@@ -21,7 +21,7 @@ def send(
     principal: str = "",
     reason: str = "",
 ) -> bool:
-    """Store a message; whoever calls has it looked at after the commit.
+    """Store a message in the inbox of the chain; whoever calls has it looked at after the commit.
 
     Returns:
         False if a message of that ``message_id`` was sent before: the first payload stands.
@@ -34,11 +34,17 @@ def send(
     keys.check_id(name, "message name")
     identity = keys.check_id(message_id, "message id") if message_id is not None else str(uuid.uuid4())
     body = codec.dumps(payload, path="payload", limit=engine.settings().MAX_PAYLOAD_BYTES)
-    status = engine.store.status(execution_id)
-    if status is None:
+    newest = engine.store.newest(execution_id)
+    if newest is None:
         raise ExecutionNotFoundError(execution_id)
-    if status in TERMINAL_STATUSES:
-        raise ExecutionClosedError(execution_id, str(status))
+    if newest.status in TERMINAL_STATUSES:
+        raise ExecutionClosedError(execution_id, str(newest.status))
     return engine.store.send(
-        execution_id, name=name, message_id=identity, body=body, principal=principal, reason=reason
+        newest.chain,
+        name=name,
+        message_id=identity,
+        body=body,
+        receiver=newest.id,
+        principal=principal,
+        reason=reason,
     )

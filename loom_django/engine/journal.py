@@ -124,6 +124,7 @@ class Journal:
                 ownership=ownership,
                 new=new,
                 wakes=wakes,
+                wakes_of=self.fold.chain,
                 timers=timers,
                 timers_off=None if timers_off is None else (*timers_off, *self._timers_off),
                 messages=(*messages, *self._messages),

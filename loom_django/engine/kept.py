@@ -38,7 +38,7 @@ def keep(
         Changed: the body has parked, or ended, since the fold.
     """
     body = pack({"event": event_type, "payload": payload, "principal": principal, "reason": reason or None})
-    key = _key(wait)
+    key = _key(fold, wait)
     # A user's message ids are printable.
     return engine.store.send_unless_answered(
         fold.execution_id,
@@ -47,13 +47,14 @@ def keep(
         message_id=f"\x1f{key}",
         body=body,
         wait=key,
+        chain=fold.chain,
     )
 
 
-def find(engine: Engine, execution_id: str, wait: Wait) -> Message | None:
-    """The answer that is stored for a wait."""
-    key = _key(wait)
-    return next((kept for kept in engine.store.inbox(execution_id, NAME) if kept.wait == key), None)
+def find(engine: Engine, fold: Fold, wait: Wait) -> Message | None:
+    """The answer that is stored for a wait of an execution."""
+    key = _key(fold, wait)
+    return next((kept for kept in engine.store.inbox(fold.chain, NAME) if kept.wait == key), None)
 
 
 def find_unseen(journal: Journal, wait: Wait) -> Message | None:
@@ -63,7 +64,7 @@ def find_unseen(journal: Journal, wait: Wait) -> Message | None:
     """
     if wait.on != ON_VERDICT or len(journal.fold.park_waits) < 2:
         return None
-    return find(journal.engine, journal.execution_id, wait)
+    return find(journal.engine, journal.fold, wait)
 
 
 def principal_of(message: Message) -> str | None:
@@ -81,7 +82,7 @@ def fields_of(wait: Wait, kept: Message) -> dict[str, Any]:
         "on": wait.on,
         "name": answer["event"],
         "number": kept.number,
-        "message": _key(wait),
+        "message": kept.wait,
         "payload": payload,
         "event": answer["event"],
         "principal": answer.get("principal"),
@@ -89,6 +90,7 @@ def fields_of(wait: Wait, kept: Message) -> dict[str, Any]:
     }
 
 
-def _key(wait: Wait) -> str:
-    """A wait's identity in a column's length."""
-    return hashlib.sha256(wait.id.encode()).hexdigest()
+def _key(fold: Fold, wait: Wait) -> str:
+    """A wait's identity in a column's length; the members of a chain share an inbox, and names of waits."""
+    # Ids are printable.
+    return hashlib.sha256(f"{fold.execution_id}\x1f{wait.id}".encode()).hexdigest()

@@ -195,6 +195,8 @@ def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
         if cause is not None:
             raise cause
         return Ended.PARKED
+    if unwind.why is Why.CONTINUED:
+        return Ended.FINISHED
     if unwind.why is Why.DIVERGED and isinstance(cause, FlowDivergenceError):
         return _diverged(body, cause)
     if unwind.why is Why.REFUSED:

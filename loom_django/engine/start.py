@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -29,7 +29,7 @@ from loom_django.kernel import codec, keys
 from loom_django.kernel.durations import seconds
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.fold import Fold
-from loom_django.stores.base import Commit, NewExecution, Ownership, SequenceOccupied, TimerRow
+from loom_django.stores.base import READY, Commit, NewExecution, Ownership, SequenceOccupied, TimerRow
 
 # A start that meets an id whose holder rolls back is tried again.
 ATTEMPTS: Final = 5
@@ -82,7 +82,7 @@ def start(
         journal = Journal(engine, Fold(), fence=None, writer=random_token())
         fields, new = _facts(engine, journal, flow, given, options, execution_id, scheduled_at)
         journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
-        timers = () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
+        timers = deadline_timer(execution_id, new)
         later = new.not_before is not None
         owned = Ownership("ready", at=new.not_before) if later else ownership
         try:
@@ -116,9 +116,51 @@ def child_start(
     journal = Journal(engine, Fold(), fence=None, writer=random_token())
     fields, new = _facts(engine, journal, flow, given, options, execution_id, None, parent)
     journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
-    timers = () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
     owned = Ownership("ready", at=new.not_before)
-    return journal.start_of(ownership=owned, new=new, timers=timers), new.not_before is not None
+    start = journal.start_of(ownership=owned, new=new, timers=deadline_timer(execution_id, new))
+    return start, new.not_before is not None
+
+
+# What a successor takes over from its predecessor's start.
+_HANDED_ON: Final = (
+    "subject", "attributes", "queue", "priority", "deadline", "scheduled_at", "parent", "on_parent_close",
+)  # fmt: skip
+
+
+def successor_start(
+    engine: Engine,
+    flow: Flow[..., Any],
+    given: Mapping[str, Any],
+    predecessor: Fold,
+    execution_id: str,
+    link: int,
+    children: Sequence[str],
+) -> Commit:
+    """The start of a chain's next member as a commit that lands with its predecessor's end.
+
+    It runs on the code that is registered now. A deadline that the chain has stays as it is; if it has none, the
+    flow's own begins now. ``children`` end with the chain.
+
+    Raises:
+        InvalidInputError: the flow is pinned.
+        UnencodableValueError, PayloadTooLargeError: the input cannot be recorded.
+    """
+    check_startable(flow)
+    # Later than the predecessor's start, whatever the clock says: the newest of a chain is the one started last.
+    at = max(engine.now(), predecessor.at + 1)
+    options: dict[str, Any] = {
+        name: predecessor.options[name] for name in _HANDED_ON if name in predecessor.options
+    }
+    options.setdefault("deadline", _deadline(at, flow, Options()))
+    options |= {"chain": predecessor.chain, "link": link, "children": list(children) or None}
+    fields = {
+        "at": at,
+        **_start_fields(flow, options, _input(flow, given, engine.settings().MAX_PAYLOAD_BYTES)),
+    }
+    journal = Journal(engine, Fold(), fence=None, writer=random_token())
+    journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
+    new = row_of_start(journal.fold.options, predecessor.chain)
+    return journal.start_of(ownership=READY, new=new, timers=deadline_timer(execution_id, new))
 
 
 def check_startable(flow: Flow[..., Any]) -> None:
@@ -196,12 +238,11 @@ def _facts(
 ) -> tuple[dict[str, Any], NewExecution]:
     limit = engine.settings().MAX_PAYLOAD_BYTES
     attributes = _attributes(options.attributes, limit)
-    subject = _subject(options.subject)
     now = journal.stamp()
     later = start_time(options, now)
     deadline = _deadline(later or now, flow, options)
     recorded: dict[str, Any] = {
-        "subject": subject,
+        "subject": _subject(options.subject),
         "attributes": json.loads(attributes) if options.attributes else None,
         "queue": options.queue,
         "priority": options.priority or None,
@@ -211,28 +252,47 @@ def _facts(
         "parent": parent,
         "on_parent_close": options.on_parent_close if parent is not None else None,
     }
-    fields = {
+    fields = _start_fields(flow, recorded, _input(flow, given, limit))
+    return fields, row_of_start(recorded, execution_id)
+
+
+def _start_fields(flow: Flow[..., Any], options: Mapping[str, Any], given: str) -> dict[str, Any]:
+    """The payload of EXECUTION_STARTED."""
+    return {
         "flow": flow.id,
         "version": flow.version,
         "hash": flow.flow_hash,
         "code": flow.code_hash or None,
         "graph": graph_of(flow),
-        "options": {name: value for name, value in recorded.items() if value is not None} or None,
-        "input": Encoded(_input(flow, given, limit)),
+        "options": {name: value for name, value in options.items() if value is not None} or None,
+        "input": Encoded(given),
     }
-    new = NewExecution(
-        queue=options.queue or DEFAULT_QUEUE,
-        priority=options.priority,
-        not_before=None if later is None else from_micros(later),
-        deadline=None if deadline is None else from_micros(deadline),
-        parent_id=parent,
-        chain=execution_id,
-        subject_type=subject[0] if subject else "",
-        subject_id=subject[1] if subject else "",
-        attributes=attributes,
-        scheduled_at=scheduled_at,
+
+
+def row_of_start(options: Mapping[str, Any], chain: str) -> NewExecution:
+    """What the options of a start, as it records them, decide for the row."""
+    subject = options.get("subject") or ("", "")
+    return NewExecution(
+        queue=options.get("queue") or DEFAULT_QUEUE,
+        priority=options.get("priority") or 0,
+        not_before=_instant(options.get("start_at")),
+        deadline=_instant(options.get("deadline")),
+        parent_id=options.get("parent"),
+        chain=chain,
+        subject_type=subject[0],
+        subject_id=subject[1],
+        attributes=json.dumps(options.get("attributes") or {}),
+        scheduled_at=_instant(options.get("scheduled_at")),
     )
-    return fields, new
+
+
+def _instant(micros: int | None) -> datetime | None:
+    return None if micros is None else from_micros(micros)
+
+
+def deadline_timer(execution_id: str, new: NewExecution) -> tuple[TimerRow, ...]:
+    """The row that ends an execution whose time is up."""
+    return () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
 
 
 def _input(flow: Flow[..., Any], given: Mapping[str, Any], limit: int) -> str:

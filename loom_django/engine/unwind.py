@@ -13,6 +13,7 @@ class Why(enum.Enum):
     """Why a body was left."""
 
     PARKED = "parked"  # its park has landed
+    CONTINUED = "continued"  # its successor's start has landed
     LOST = "lost"  # another owner has it, or it has ended
     MISUSED = "misused"  # an earlier call was misuse, and the body went on
     STORE = "store"  # the log could not be written; the lease's end hands it to somebody else

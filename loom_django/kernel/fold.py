@@ -25,6 +25,7 @@ from loom_django.kernel.state import (
     Status,
     Wait,
     WaitStatus,
+    chain_of,
 )
 
 _EMPTY: Final = ExecutionState()
@@ -125,6 +126,11 @@ class Fold:
             unknown_kinds=tuple(self.unknown_kinds),
         )
 
+    @property
+    def chain(self) -> str:
+        """As :attr:`~loom_django.kernel.state.ExecutionState.chain`."""
+        return chain_of(self.options, self.execution_id)
+
     def pending_waits(self) -> tuple[Wait, ...]:
         if self.status != Status.SUSPENDED:
             return ()
@@ -155,6 +161,8 @@ class Fold:
         self.graph = data.get("graph")
         self.started_at = data["at"]
         self.options = dict(data.get("options") or {})
+        # Those of its predecessor that are still to end with their parent.
+        self.children = dict.fromkeys(self.options.get("children", ()), "cancel")
 
     def _suspended(self, event: Event, data: Mapping[str, Any]) -> None:
         self.status = Status.SUSPENDED

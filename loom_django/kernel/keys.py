@@ -131,6 +131,17 @@ def branch_path(scope: str, name: str) -> str:
     return f"{scope}.{name}"
 
 
+def successor_id(chain: str, link: int) -> str:
+    """Return the id of the link-th member of a chain; the first one has the chain's own.
+
+    No other execution has such an id: what a user gives must not end so, and what is made otherwise does not.
+    """
+    suffix = f"~{link}" if link > 1 else ""
+    if len(chain) + len(suffix) <= MAX_LENGTH:
+        return chain + suffix
+    return _shortened(chain, ".", len(suffix)) + suffix
+
+
 def occurrence_id(schedule_id: str, epoch_ms: int) -> str:
     """Return the id of the execution that a schedule starts for that instant."""
     full = f"{schedule_id}@{epoch_ms}"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
+from loom_django.kernel.keys import successor_id
+
 
 class Status(enum.StrEnum):
     """Where an execution stands; a fact of the fold. Ready and held are not statuses."""
@@ -55,6 +57,11 @@ GATES: Final = frozenset({ON_DIVERGED, ON_ERROR, ON_POISONED})
 
 # A decision under this name and a child's id is how that child ended, as its parent has seen it.
 CHILD_DECISION: Final = "__loom_child__:"
+
+
+def chain_of(options: Mapping[str, Any], execution_id: str) -> str:
+    """The chain of an execution, by the options that its start has recorded."""
+    return str(options.get("chain", execution_id))
 
 
 def is_reserved(on: str) -> bool:
@@ -173,6 +180,22 @@ class ExecutionState:
     @property
     def finished(self) -> bool:
         return self.status in TERMINAL_STATUSES
+
+    @property
+    def chain(self) -> str:
+        """The id of the first execution of its chain: its own, unless it continues another one."""
+        return chain_of(self.options, self.execution_id)
+
+    @property
+    def predecessor(self) -> str | None:
+        """The id of the execution that this one continues."""
+        link = self.options.get("link", 1)
+        return None if link == 1 else successor_id(self.chain, link - 1)
+
+    @property
+    def successor(self) -> str | None:
+        """The id of the execution that continues this one."""
+        return self.result if self.status == Status.CONTINUED else None
 
     @property
     def parked(self) -> bool:

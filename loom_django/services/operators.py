@@ -492,7 +492,8 @@ def send_message(
     )
     if not sent:
         return Done(act, execution_id, (), "nobody", message="known")
-    fold = folded(load_existing(engine, execution_id).events)
+    newest = engine.store.newest(execution_id)
+    fold = folded(load_existing(engine, newest.id if newest else execution_id).events)
     wanted = any(wait.on == ON_MESSAGE and wait.correlation_key == name for wait in fold.pending_waits())
     done = Done(
         act, execution_id, (), over.runs if wanted else "nobody", message="taken" if wanted else "kept"
@@ -739,6 +740,7 @@ def _perform(
     store = loom.engine.store
     appended = append(engine, over.ticket.ownership)
     events = appended.events
+    execution_id = appended.journal.execution_id  # the newest of the chain
     goes_on = bool(events) and act not in (Act.CANCEL_EXECUTION, Act.RECORD_OUTCOME)
     done = Done(act, execution_id, events, over.runs if goes_on else "nobody", kept=appended.kept)
     if not dry_run:
@@ -810,8 +812,8 @@ class _Rehearsal:
     def send(self, execution_id: str, *, name: str, message_id: str, **_: Any) -> bool:
         return all(there.message_id != message_id for there in self._store.inbox(execution_id, name))
 
-    def send_unless_answered(self, execution_id: str, **given: Any) -> bool:
-        return self.send(execution_id, **given)
+    def send_unless_answered(self, execution_id: str, *, chain: str | None = None, **given: Any) -> bool:
+        return self.send(chain or execution_id, **given)
 
     def acquire_fence(self, execution_id: str) -> int:
         return self._store.fence(execution_id) + 1

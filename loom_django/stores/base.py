@@ -393,6 +393,13 @@ class EventStore(Protocol):
     def status(self, execution_id: str) -> Status | None:
         """The status by the projection, without reading the log; None if there is no such execution."""
 
+    def newest(self, execution_id: str) -> Ended | None:
+        """The newest member of a chain, by the id of any member; None if there is no such execution.
+
+        One that continues no other and was not continued is its own chain. The first member's id finds the
+        others even where it is gone itself.
+        """
+
     def fence(self, execution_id: str) -> int:
         """The current token; 0 if nobody ever acquired one."""
 
@@ -436,7 +443,10 @@ class EventStore(Protocol):
         """
 
     def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
-        """The last event of each execution that has ended, None for one that lives; others are left out."""
+        """The last event of each execution that has ended, None for one that lives; others are left out.
+
+        One that was continued ends with the newest of its chain, by an event of that one.
+        """
 
     def delete_execution(self, execution_id: str, *, last: Event | None = None) -> bool:
         """Remove a finished execution's rows. A token that was ever acquired stays; a 0 row goes.
@@ -571,11 +581,19 @@ class InboxStore(Protocol):
         """
 
     def send_unless_answered(
-        self, execution_id: str, *, since: int, name: str, message_id: str, body: str, wait: str
+        self,
+        execution_id: str,
+        *,
+        since: int,
+        name: str,
+        message_id: str,
+        body: str,
+        wait: str,
+        chain: str | None = None,
     ) -> bool:
         """As :meth:`send`, if nothing behind the sequence ``since`` has parked, answered or ended it.
 
-        For an answer to be kept for a running body: one atomic step, as :meth:`EventStore.acquire_fence_if`.
+        ``execution_id`` is the member whose log is looked at; ``chain`` owns its inbox (None: the same). For an answer to be kept for a running body: one atomic step, as :meth:`EventStore.acquire_fence_if`.
 
         Raises:
             Changed: something has; read again. OpenTransactionError: as for ``acquire_fence_if``.

@@ -227,6 +227,12 @@ class MemoryStore:
             row = self._tables.rows.get(execution_id)
             return row.projection.status if row else None
 
+    def newest(self, execution_id: str) -> Ended | None:
+        with self._lock:
+            row = self._tables.rows.get(execution_id)
+            chain = (row.new.chain if row else None) or execution_id
+            return next(reversed(self._members(chain)), None)
+
     def fence(self, execution_id: str) -> int:
         with self._lock:
             return self._fence_row(execution_id).token
@@ -278,7 +284,8 @@ class MemoryStore:
 
     def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
         with self._lock:
-            logs = {key: self._tables.logs[key] for key in ids if key in self._tables.rows}
+            found = {key: row for key in ids if (row := self.newest(key)) is not None}
+            logs = {key: self._tables.logs[row.id] for key, row in found.items()}
             return {
                 key: next((event for event in reversed(log) if event.kind in TERMINAL), None)
                 for key, log in logs.items()
@@ -330,12 +337,14 @@ class MemoryStore:
             rows = self._tables.rows
             if execution_id not in rows:
                 return []
-            chain = self._ended_row(execution_id).chain
-            members = [key for key in rows if self._ended_row(key).chain == chain]
-            return [
-                self._ended_row(key)
-                for key in sorted(members, key=lambda key: (rows[key].projection.created_at, key))
-            ]
+            return self._members(self._ended_row(execution_id).chain)
+
+    def _members(self, chain: str) -> list[Ended]:
+        """Oldest first."""
+        rows = self._tables.rows
+        members = [key for key in rows if self._ended_row(key).chain == chain]
+        members.sort(key=lambda key: (rows[key].projection.created_at, key))
+        return [self._ended_row(key) for key in members]
 
     def _ended_row(self, execution_id: str) -> Ended:
         row = self._tables.rows[execution_id]
@@ -612,12 +621,27 @@ class MemoryStore:
             return True
 
     def send_unless_answered(
-        self, execution_id: str, *, since: int, name: str, message_id: str, body: str, wait: str
+        self,
+        execution_id: str,
+        *,
+        since: int,
+        name: str,
+        message_id: str,
+        body: str,
+        wait: str,
+        chain: str | None = None,
     ) -> bool:
         with self._lock:
             if len(self._tables.logs[execution_id]) < since or self._answered(execution_id, since):
                 raise Changed(execution_id, since)
-            return self.send(execution_id, name=name, message_id=message_id, body=body, wait=wait)
+            return self.send(
+                chain or execution_id,
+                name=name,
+                message_id=message_id,
+                body=body,
+                wait=wait,
+                receiver=execution_id,
+            )
 
     def inbox(self, execution_id: str, name: str) -> list[Message]:
         with self._lock:

@@ -31,6 +31,7 @@ from loom_django.stores.base import (
     Claimed,
     Commit,
     Due,
+    Ended,
     Known,
     Lease,
     Loaded,
@@ -225,6 +226,10 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         rows = self._run("status", {"id": execution_id})
         return Status(rows[0][0]) if rows else None
 
+    def newest(self, execution_id: str) -> Ended | None:
+        rows = self._run("newest", {"id": execution_id})
+        return self._ended_row(rows[0]) if rows else None
+
     def fence(self, execution_id: str) -> int:
         return self._fence_row(execution_id)[0]
 
@@ -348,8 +353,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         return {
             key: None
             if sequence is None
-            else Event(key, sequence, kind, body, fence, writer, is_kernel, self._time(recorded_at))
-            for key, sequence, kind, body, fence, writer, is_kernel, recorded_at in rows
+            else Event(newest, sequence, kind, body, fence, writer, is_kernel, self._time(recorded_at))
+            for key, newest, sequence, kind, body, fence, writer, is_kernel, recorded_at in rows
         }
 
     def delete_execution(self, execution_id: str, *, last: Event | None = None) -> bool:
@@ -595,13 +600,24 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     ) -> bool: ...
 
     def send_unless_answered(
-        self, execution_id: str, *, since: int, name: str, message_id: str, body: str, wait: str
+        self,
+        execution_id: str,
+        *,
+        since: int,
+        name: str,
+        message_id: str,
+        body: str,
+        wait: str,
+        chain: str | None = None,
     ) -> bool:
-        with self._under_fence(execution_id, "send_unless_answered"):
+        inbox = chain or execution_id
+        with self._under_fence(execution_id, "send_unless_answered", inbox):
             head, answered = self._run("since_park", {"id": execution_id, "park": since})[0]
             if answered or head < since:
                 raise Changed(execution_id, since)
-            return self.send(execution_id, name=name, message_id=message_id, body=body, wait=wait)
+            return self.send(
+                inbox, name=name, message_id=message_id, body=body, wait=wait, receiver=execution_id
+            )
 
     def inbox(self, execution_id: str, name: str) -> list[Message]:
         return [Message(*row) for row in self._run("inbox", {"id": execution_id, "name": name})]

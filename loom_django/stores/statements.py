@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from loom_django.kernel.events import ANSWERING, KERNEL_KINDS, TERMINAL, Kind
-from loom_django.kernel.state import TERMINAL_STATUSES
+from loom_django.kernel.state import TERMINAL_STATUSES, Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,18 @@ _NEXT_PARKED: Final = f"""
     order by execution_id limit 1
 """
 
+# The newest successor that began after the first member; else that one. Of a chain that was removed in part, and
+# whose first id was given anew, the others are no successors.
+_NEWEST: Final = """
+    coalesce((
+        select s.id from loom_execution s
+        where s.chain = {first} and s.chain <> s.id and s.created_at >= coalesce(
+            (select f.created_at from loom_execution f where f.id = {first}), s.created_at
+        )
+        order by s.created_at desc limit 1
+    ), {first})
+"""
+
 SHARED: Final = named(
     Statement(
         "read",
@@ -113,6 +125,18 @@ SHARED: Final = named(
         "status",
         "Where an execution stands, by the projection.",
         "select status from loom_execution where id = %(id)s",
+        repeatable=True,
+    ),
+    Statement(
+        "newest",
+        "The newest member of a chain, by the id of any of them: a probe for each of three rows.",
+        f"""
+        with c as (
+            select coalesce((select chain from loom_execution where id = %(id)s), %(id)s) as first
+        )
+        select id, chain, status, $time(finished_at) from loom_execution
+        where id = {_NEWEST.format(first="(select first from c)")}
+        """,
         repeatable=True,
     ),
     Statement(
@@ -209,13 +233,18 @@ SHARED: Final = named(
     ),
     Statement(
         "ended",
-        "How executions ended; notes may stand behind the end.",
+        "How executions, or the newest of their chains, ended; notes may stand behind the end.",
         f"""
-        select x.id, e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel, $time(e.recorded_at)
-        from $ids join loom_execution x on x.id = ids.id
-        left join loom_event e on x.status in ({_TERMINAL}) and e.execution_id = x.id and e.sequence = (
+        select m.id, n.id, e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel,
+            $time(e.recorded_at)
+        from (
+            select x.id, case x.status when '{Status.CONTINUED}' then {_NEWEST.format(first="x.chain")}
+                else x.id end as newest
+            from $ids join loom_execution x on x.id = ids.id
+        ) m join loom_execution n on n.id = m.newest
+        left join loom_event e on n.status in ({_TERMINAL}) and e.execution_id = n.id and e.sequence = (
             select max(last.sequence) from loom_event last
-            where last.execution_id = x.id and last.kind in ({_list(TERMINAL)})
+            where last.execution_id = n.id and last.kind in ({_list(TERMINAL)})
         )
         """,
         repeatable=True,

@@ -1991,6 +1991,26 @@ class InboxStoreConformance(StoreConformance):
             log.id, since=since, name="n", message_id=message_id, body="1", wait="w"
         )
 
+    def test_an_answer_for_a_member_is_kept_in_the_chains_inbox(self) -> None:
+        """The member's log is looked at; inbox and wakes are the chain's, the re-drive row the member's."""
+        first, member = self.log(), self.running()
+        kept: dict[str, Any] = {
+            "since": 1,
+            "name": "n",
+            "message_id": "k",
+            "body": "1",
+            "wait": "w",
+            "chain": first.id,
+        }
+        assert self.store.send_unless_answered(member.id, **kept) is True
+        assert self.store.send_unless_answered(member.id, **kept) is False
+        assert self.bodies(first) == ["1"]
+        assert self.store.wakes(first.id) == 1
+        assert len(self.store.timers(member.id)) == 1
+        self.store.append(member.park())
+        changed = {**kept, "message_id": "l"}
+        assert _outcome(lambda: self.store.send_unless_answered(member.id, **changed)) == "Changed"
+
     def test_an_answer_is_kept_while_nothing_answers(self) -> None:
         """Once, with a wake and a due re-drive row, behind whatever the running body appends."""
         log = self.running()
@@ -2240,6 +2260,63 @@ class RetentionStoreConformance(StoreConformance):
             assert [(row.id, row.chain) for row in members] == [(first.id, first.id), (second.id, first.id)]
         assert [row.id for row in self.store.chain_members(alone.id)] == [alone.id]
         assert self.store.chain_members(self.log().id) == []
+
+    def continued(self, first: Log, before: Log, link: int) -> Log:
+        """A chain's next member, started with its predecessor's end; later than it, as a successor always is."""
+        newest = self.log(name=f"{first.id}~{link}")
+        event = newest.event(Kind.EXECUTION_STARTED, at=_AT + 1000 * link)
+        start = Commit(
+            newest.id,
+            (event,),
+            project(newest.fold),
+            ownership=held_by(),
+            new=NewExecution(chain=first.id),
+        )
+        end = before.commit(Kind.EXECUTION_CONTINUED, ownership=NOBODY, timers_off=None, also=(start,))
+        self.store.append(end)
+        return newest
+
+    def test_the_newest_of_a_chain_is_found_by_any_member(self) -> None:
+        """By the order of their starts, and not by that of their ids; a chain of one is its own newest."""
+        first = newest = self.running()
+        for link in range(2, 12):
+            newest = self.continued(first, newest, link)
+        for key in (first.id, f"{first.id}~2", newest.id):
+            found = self.store.newest(key)
+            assert found == Ended(newest.id, first.id, Status.PENDING, None)
+        alone = self.parked()
+        assert self.store.newest(alone.id) == Ended(alone.id, alone.id, Status.SUSPENDED, None)
+        assert self.store.newest(self.log().id) is None
+
+    def test_a_chain_ends_with_its_newest_member(self) -> None:
+        """Until then an execution that was continued has not ended; then by an event of the newest."""
+        first, alone = self.running(), self.running()
+        second = self.continued(first, first, 2)
+        assert self.store.ended([first.id, second.id, alone.id]) == dict.fromkeys(
+            (first.id, second.id, alone.id)
+        )
+        third = self.continued(first, second, 3)
+        self.store.append(third.end())
+        found = self.store.ended([first.id, second.id, alone.id])
+        last = self.store.read(third.id)[-1]
+        assert found == {first.id: last, second.id: last, alone.id: None}
+
+    def test_a_chain_that_was_removed_in_part_has_no_say_in_another(self) -> None:
+        """What an earlier life of an id has left of its chain is not the newest of the new one."""
+        first = self.running()
+        second = self.continued(first, first, 2)
+        self.store.append(second.end())
+        assert self.store.delete_execution(first.id)
+        found = self.store.newest(first.id)
+        assert found is not None
+        assert found.id == second.id
+        again = self.log(name=first.id)
+        event = again.event(Kind.EXECUTION_STARTED, at=_AT + 1_000_000)
+        start = Commit(again.id, (event,), project(again.fold), ownership=READY, new=NewExecution())
+        self.store.append(start)
+        found = self.store.newest(first.id)
+        assert found is not None
+        assert found.id == first.id
 
     def test_a_log_comes_back_as_it_was(self) -> None:
         """Byte by byte, with writers, fences, instants and what its start decided."""

@@ -98,7 +98,9 @@ def replay(engine: Engine, log: Sequence[Event], flow: Flow[..., Any] | None = N
 
 def _until_last_stop(events: Sequence[Event]) -> Sequence[Event]:
     """The log up to where a body last stopped: a park, or the end."""
-    stops = (Kind.EXECUTION_SUSPENDED, Kind.EXECUTION_COMPLETED, Kind.EXECUTION_FAILED)
+    stops = (
+        Kind.EXECUTION_SUSPENDED, Kind.EXECUTION_COMPLETED, Kind.EXECUTION_FAILED, Kind.EXECUTION_CONTINUED,
+    )  # fmt: skip
     last = max((place for place, event in enumerate(events) if event.kind in stops), default=-1)
     return events[: last + 1]
 
@@ -109,6 +111,7 @@ class _Report:
     def __init__(self, stop: Event) -> None:
         parked = stop.kind == Kind.EXECUTION_SUSPENDED and stop.data.get("reason") != "error"
         self.stop = stop
+        self.continues = stop.kind == Kind.EXECUTION_CONTINUED
         self.expected: list[Mapping[str, Any]] = stop.data["waits"] if parked else []
         self.divergence: NonDeterminismError | None = None
         self.asked: set[str] = set()
@@ -163,6 +166,8 @@ class _FromLog(Body):
 
     def _last(self) -> str:
         expected = self.report.expected
+        if self.report.continues:
+            return "continue_as_new"
         return f"a wait for {_waits(expected)}" if expected else "the end of the flow"
 
     def decide(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
@@ -188,6 +193,12 @@ class _FromLog(Body):
 
     def begin_child(self, child_id: str) -> None:
         self._leave(None, "no such child", f"child {child_id!r} at {self.where()}")
+
+    def begin_continuing(self) -> Steps[None]:
+        yield from ()
+        if not self.report.continues:
+            self._leave(None, self._last(), f"continue_as_new at {self.where()}")
+        raise self._parks()
 
     def ends_of(self, ids: Sequence[str]) -> dict[str, Event | None]:
         return dict.fromkeys(ids)  # they may have ended since the park
@@ -272,8 +283,8 @@ class _Replay(_FromLog):
 
     def _check_end(self, raised: BaseException | None) -> None:
         ended = "the end of the flow" if raised is None else f"{type(raised).__name__}: {raised}"
-        if self.report.expected:
-            self._differs(None, f"a wait for {_waits(self.report.expected)}", ended)
+        if self.report.expected or self.report.continues:
+            self._differs(None, self._last(), ended)
         elif raised is not None and self.report.stop.kind == Kind.EXECUTION_COMPLETED:
             self._differs(None, "the end of the flow", ended)
 

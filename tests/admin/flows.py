@@ -53,6 +53,13 @@ def even(ctx: StepContext) -> int:
     return _answer()
 
 
+@flow("goes-on")
+def goes_on(ctx: FlowContext, number: int) -> None:
+    if number < 4:
+        ctx.continue_as_new(goes_on, number + 1)
+    ctx.suspend("Go")
+
+
 @flow("pay", steps=[transfer, second_transfer])
 def pay(ctx: FlowContext, account: str = "DE02", amount: Any = 1, twice: bool = False) -> Any:
     first = ctx.run(transfer, account, amount)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from django.utils.html import strip_tags
 
 from loom_django.admin import show, timeline
 from loom_django.admin.execution_page import LOG_PAGE
@@ -259,3 +260,20 @@ def test_who_may_not_answer_sees_no_link_at_a_wait(ben):
     flows.split.using(execution_id="x").start()
     page = client_of(ben).get(url("execution_change", "x"))
     assert [address for _, address, _ in page.context["waits"]] == ["", "", ""]
+
+
+def test_a_member_of_a_chain_links_to_its_neighbours(console: Any, db: None):
+    """To the one that it continues, the one that it was continued as, and from further on to the first."""
+    flows.goes_on.using(execution_id="x").start(1)
+    expected = {
+        "x": ["Continued as x~2"],
+        "x~2": ["Continues x", "Continued as x~3"],
+        "x~3": ["Continues x~2", "Continued as x~4", "First of the chain x"],
+        "x~4": ["Continues x~3", "First of the chain x"],
+    }
+    for member, links in expected.items():
+        response = console.get(url("execution_change", member))
+        found = [f"{label} {strip_tags(link)}" for label, link in response.context["chain"]]
+        assert found == links
+        for label, link in response.context["chain"]:
+            assert f"<dt>{label}</dt><dd>{link}</dd>" in response.content.decode()

@@ -333,3 +333,25 @@ def waits_for_itself(ctx: FlowContext) -> str:
     except ContextMisuseError:
         ctx.logger.info("of course not")
     return str(ctx.suspend("Approval"))
+
+
+@flow("goes-round", steps=[repeatable])
+def goes_round(ctx: FlowContext, number: int) -> int:
+    ctx.run(repeatable, str(number))
+    if number == 3:
+        return number
+    ctx.continue_as_new(goes_round, number + 1)
+
+
+@flow("goes-round-by-chance", steps=[repeatable])
+def goes_round_by_chance(ctx: FlowContext, number: int) -> int:
+    """Ends where it went on before."""
+    ctx.run(repeatable, str(number))
+    if len(CHANCES) % 2 == 0:
+        CHANCES.append(number)
+        ctx.continue_as_new(goes_round_by_chance, number + 1)
+    CHANCES.append(number)
+    return number
+
+
+CHANCES: list[int] = []

@@ -20,6 +20,8 @@ from tests.testing.flows import (
     breaks,
     charge,
     decides,
+    goes_round,
+    goes_round_by_chance,
     order,
     parcels,
     random_and_no_park,
@@ -198,3 +200,20 @@ def test_a_failed_step_replays(loom_harness: Harness) -> None:
     loom_harness.run()
     with pytest.raises(ExecutionFailedError, match="no"):
         handle.result()
+
+
+def test_a_flow_that_continues_replays(loom_harness: Harness) -> None:
+    """Each member's log, up to the hand-over; and the harness runs the whole chain."""
+    handle = goes_round.start(1)
+    loom_harness.run()
+    assert handle.result() == 3
+    assert [call.args[0] for call in loom_harness.calls(repeatable)] == ["1", "2", "3"]
+
+
+def test_a_flow_that_continues_by_chance(loom_harness: Harness) -> None:
+    """It is told that the log went on in a successor, and the body does not."""
+    flows.CHANCES.clear()
+    goes_round_by_chance.start(1)
+    with pytest.raises(NonDeterminismError) as caught:
+        loom_harness.run()
+    assert (caught.value.recorded, caught.value.replayed) == ("continue_as_new", "the end of the flow")
