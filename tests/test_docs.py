@@ -205,6 +205,21 @@ def test_the_crash_table_is_complete():
 
 
 @once
+def test_the_edit_table_is_what_the_page_shows():
+    """The page has each edit of the file, under each guard; an execution's state makes no difference."""
+    with (DOCS / "explanation" / "edit_table.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    versioning = (DOCS / "explanation" / "versioning.md").read_text()
+
+    assert {(row["parked"], row["sleeping"]) == (row["running"],) * 2 for row in rows} == {True}
+    for edit in dict.fromkeys(row["edit"] for row in rows):
+        guarded = {row["guard"]: row for row in rows if row["edit"] == edit}
+        cells = [guarded[guard]["running"] for guard in ("fingerprint", "off", "warn", "fail")]
+        told = [edit, guarded["off"]["hash"], guarded["off"]["fingerprint"], *cells]
+        assert f"| {' | '.join(told)} |" in versioning
+
+
+@once
 def test_the_supported_versions_agree():
     """README, SECURITY and the package's metadata name the same versions."""
     metadata = (ROOT / "pyproject.toml").read_text()

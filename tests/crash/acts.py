@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import itertools
 import os
@@ -21,6 +22,8 @@ from django.core.management import call_command
 from django.db import connections, transaction
 
 from loom_django import LoomError, loom, schedule
+from loom_django.engine.unwind import Unwind, Why
+from loom_django.errors import FlowCodeMismatchError
 from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, TERMINAL_STATUSES
 from loom_django.models import Execution
 from loom_django.services.dispatch import TasksDispatcher, WorkerDispatcher
@@ -29,6 +32,7 @@ from loom_django.services.schedules import ScheduleService
 from loom_django.services.timers import TimerService
 from loom_django.stores import sql
 from loom_django.tasks import run_task
+from tests.crash import edits
 from tests.crash.stage import PATIENCE, stage, wait_for
 from tests.shop.models import Order
 
@@ -70,6 +74,34 @@ def resolve(execution_id: str, step: str, resolution: str, **options: Any) -> st
 
 def send(execution_id: str, name: str, payload: Any = None, message_id: str | None = None) -> bool:
     return loom.send(execution_id, name, payload, message_id=message_id)
+
+
+def begin_edited() -> dict[str, list[str]]:
+    """Begin the executions of the edit table under the flows as they were; one in three is cut off in a step."""
+    importlib.import_module("tests.crash.edits.before")
+
+    def cut_off(point: str, execution_id: str, step: str) -> None:
+        if (point, step) == ("after-effect", "charge"):
+            raise Unwind(Why.CRASHED)
+
+    loom.engine.crash_point = cut_off
+    for edit, guard, state in edits.executions():
+        loom.start(
+            edits.flow_id(edit, guard), args=(state,), execution_id=edits.execution_id(edit, guard, state)
+        )
+    return edits.identities()
+
+
+def deploy_edited() -> dict[str, list[str]]:
+    """Go on with them under the flows as they are now: recovery, the timer loop, and an answer to each park."""
+    importlib.import_module("tests.crash.edits.after")
+    recover_abandoned(loom, leases=loom.store, limit=1000)
+    command("run_loom_timers", "--once")
+    for edit, guard, state in edits.executions():
+        if state == "parked":
+            with suppress(FlowCodeMismatchError):
+                loom.resume(edits.execution_id(edit, guard, state), event_type="go")
+    return edits.identities()
 
 
 def cancel(execution_id: str) -> str:
@@ -319,6 +351,6 @@ ACTS: dict[str, Callable[..., Any]] = {
         start, start_until, command, enqueue, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
         declare_schedule, look_at_schedules, set_clock,
         recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, break_bodies,
-        break_listener, sleep_many, start_in_a_fork,
+        break_listener, sleep_many, start_in_a_fork, begin_edited, deploy_edited,
     )
 }  # fmt: skip
