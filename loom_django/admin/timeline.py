@@ -20,6 +20,7 @@ from loom_django.kernel.state import ON_VERDICT
 Look = Literal["done", "failed", "lost", "open", "doubt", "park"]
 
 MOST_LANES: Final = 60
+MOST_TICKS: Final = 200  # the newest of a lane
 
 # Geometry, in the units of the drawing.
 WIDTH: Final = 760
@@ -43,12 +44,14 @@ class Segment:
 
 @dataclass
 class Lane:
-    """One step or one wait."""
+    """One step, one wait, or the notes of one kind that the flow emitted."""
 
     label: str
     is_wait: bool = False
     segments: list[Segment] = field(default_factory=list)
-    ticks: list[int] = field(default_factory=list)  # failed attempts that were retried
+    ticks: list[int] = field(
+        default_factory=list
+    )  # failed attempts that were retried; notes of the flow's own
 
     def close(self, at: int, look: Look, note: str = "") -> None:
         if self.segments and self.segments[-1].end is None:
@@ -99,6 +102,9 @@ class _Lanes:
     def step(self, step_id: str) -> Lane:
         return self.by_name.setdefault(f"step {step_id}", Lane(step_id))
 
+    def note(self, kind: str) -> Lane:
+        return self.by_name.setdefault(f"note {kind}", Lane(kind))
+
     def wait(self, wait_id: str, label: str) -> Lane:
         return self.by_name.setdefault(f"wait {wait_id}", Lane(label, is_wait=True))
 
@@ -117,6 +123,8 @@ def lanes_of(events: Iterable[Event]) -> list[Lane]:
         rule = _RULES.get(event.kind)
         if rule is not None:
             rule(lanes, event.data)
+        elif not event.is_kernel:
+            lanes.note(event.kind).ticks.append(event.data.get("at", 0))
         if event.kind in TERMINAL:
             for lane in lanes.by_name.values():
                 lane.close(event.data["at"], "lost", gettext("ended with the execution"))
@@ -261,7 +269,9 @@ def _row(lane: Lane, number: int, scale: _Scale, end: int) -> Row:
     y = TOP + number * ROW
     label = lane.label if len(lane.label) <= 26 else f"{lane.label[:25]}…"
     bars = tuple(_bar(segment, scale, end) for segment in lane.segments)
-    return Row(lane.label, label, y, y + BAR - 3, bars, tuple(scale.x(tick) for tick in lane.ticks))
+    return Row(
+        lane.label, label, y, y + BAR - 3, bars, tuple(scale.x(tick) for tick in lane.ticks[-MOST_TICKS:])
+    )
 
 
 def _bar(segment: Segment, scale: _Scale, end: int) -> Bar:

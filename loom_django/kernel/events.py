@@ -15,6 +15,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any, Final, Literal
 
+from loom_django.kernel import codec
+
 
 class Kind(enum.StrEnum):
     """The kernel's own kinds. Everything else in a log is an application event."""
@@ -152,6 +154,11 @@ class Event:
     def data(self) -> dict[str, Any]:
         parsed: dict[str, Any] = json.loads(self.body)
         return parsed
+
+    @property
+    def value(self) -> Any:
+        """What ``ctx.emit`` was given, equal and of the same type; None for the kernel's own kinds."""
+        return None if self.is_kernel else codec.decode(self.data.get("value"))
 
     def recorded(self, at: datetime) -> Event:
         """The event as a store has recorded it."""

@@ -9,7 +9,7 @@ from django.utils.html import strip_tags
 
 from loom_django.admin import show, timeline
 from loom_django.admin.execution_page import LOG_PAGE
-from loom_django.kernel.events import Event, Kind, pack
+from loom_django.kernel.events import KERNEL_KINDS, Event, Kind, pack
 from loom_django.runtime import loom
 from tests.admin import flows
 from tests.admin.conftest import client_of, diverged, in_doubt, url, verdict
@@ -23,7 +23,13 @@ Fact = tuple[str, dict[str, Any]]
 def log_of(*facts: Fact) -> list[Event]:
     """Events from (kind, fields); a fact's time is in seconds."""
     return [
-        Event("x", place + 1, str(kind), pack({**fields, "at": round(fields["at"] * SECOND)}))
+        Event(
+            "x",
+            place + 1,
+            str(kind),
+            pack({**fields, "at": round(fields["at"] * SECOND)}),
+            is_kernel=kind in KERNEL_KINDS,
+        )
         for place, (kind, fields) in enumerate(facts)
     ]
 
@@ -62,6 +68,16 @@ def test_a_lane_tells_the_life_of_a_step():
     assert [round(tick / SECOND) for tick in lane.ticks] == [101]
     assert lane.segments[-1].end == 200 * SECOND
     assert "anna" in lane.segments[-1].note
+
+
+@pytest.mark.once
+def test_what_a_flow_emits_is_a_lane_of_its_kind():
+    """A tick for each, of the newest ones only where there are very many."""
+    own = [("progress", {"note": f"emit#{n}", "at": 100 + n}) for n in range(300)]
+    lanes = timeline.lanes_of(log_of(STARTED, step(100), *own, ("other", {"at": 500})))
+    assert [(lane.label, len(lane.ticks)) for lane in lanes] == [("a", 0), ("progress", 300), ("other", 1)]
+    drawn = timeline.draw(lanes, 100 * SECOND, 600 * SECOND)
+    assert [len(row.ticks) for row in drawn.rows] == [0, timeline.MOST_TICKS, 1]
 
 
 @pytest.mark.once

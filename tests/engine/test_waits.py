@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -149,6 +150,29 @@ def test_emits_and_decisions_are_not_repeated_by_a_replay(world: World) -> None:
     assert handle.result() == 42
     assert calls == [1]
     assert world.kinds(handle.id).count("stage") == 1
+
+
+def test_what_was_emitted_is_read_from_outside(world: World) -> None:
+    """By kind, with its types, once each, and from where a reader has come to."""
+
+    @flow("w.progress")
+    def body(ctx: FlowContext) -> None:
+        for done in (1, 2):
+            ctx.emit("progress", {"done": Decimal(done), "at": (done,)})
+            ctx.emit("other")
+            ctx.suspend("Go")
+
+    handle = body.start()
+    first = world.loom.history(handle.id, kinds=["progress"])
+    world.loom.resume(handle.id, event_type="Go")
+    following = world.loom.history(handle.id, kinds=["progress"], after=first[-1].sequence)
+    assert [event.value for event in (*first, *following)] == [
+        {"done": Decimal(1), "at": (1,)},
+        {"done": Decimal(2), "at": (2,)},
+    ]
+    assert world.loom.history(handle.id, kinds=["progress"], after=following[-1].sequence) == []
+    assert {event.value for event in world.loom.history(handle.id, kinds=["other"])} == {None}
+    assert world.loom.history(handle.id, limit=1)[0].value is None  # of the kernel's own
 
 
 def test_messages_wait_until_they_are_wanted_in_order_and_once(world: World) -> None:
