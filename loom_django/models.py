@@ -99,6 +99,7 @@ class Execution(ReadOnlyModel):
             ("recover_execution", "Can recover an execution"),
             ("retry_error", "Can retry an execution that is parked on an error"),
             ("retry_diverged", "Can retry an execution whose code diverged from its log"),
+            ("move_execution", "Can move an execution to other code"),
             ("fork_execution", "Can start an execution over what another one had done"),
             ("rerun_execution", "Can start a failed execution again"),
         ]

@@ -25,12 +25,15 @@ from loom_django.admin.forms import (
     CopyForm,
     ForkForm,
     GateForm,
+    MoveForm,
     OutcomeForm,
     ResumeForm,
     SendForm,
     VerdictForm,
 )
 from loom_django.admin.show import Viewer
+from loom_django.definitions import Flow, registry
+from loom_django.engine import moves
 from loom_django.engine.core import from_micros
 from loom_django.errors import (
     ExecutionNotFoundError,
@@ -401,11 +404,7 @@ class ResumeView(ActView):
         return any(not is_reserved(wait.on) for wait in page.state.pending_waits)
 
     def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
-        waits = [
-            (wait.id, show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at))
-            for wait in request.page.state.pending_waits
-            if not is_reserved(wait.on)
-        ]
+        waits = _own_waits(request)
         if data is None and initial is None:
             asked = request.http.GET.get("wait") or (waits[0][0] if waits else "")
             if asked not in dict(waits):
@@ -502,6 +501,99 @@ class RetryDivergedView(GateView):
             question=form.cleaned_data["question"] or None,
             dry_run=dry_run,
         )
+
+
+class MoveView(ActView):
+    """Moves an execution to other code."""
+
+    act = Act.MOVE_EXECUTION
+    suffix = "move"
+    title = _("Move to other code")
+    does = _(
+        "Has the execution go on with another version of its flow, or with another flow. What is recorded stays as "
+        "it is; the new code runs from its top and is served from it."
+    )
+    template = "move_form.html"
+    form_class = MoveForm
+
+    @classmethod
+    def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
+        return not page.state.finished and execution.lease_token is None
+
+    def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
+        state = request.page.state
+        own = loom.engine.registry.versions(state.flow_id)
+        others = [flow for flow in loom.engine.registry.all() if flow.id != state.flow_id]
+        targets = [_target(flow) for flow in (*sorted(own.values(), key=lambda flow: -flow.version), *others)]
+        if data is None and initial is None:
+            startable = [_target(flow) for flow in own.values() if not flow.pinned]
+            initial = {
+                "target": request.http.GET.get("target", startable[-1] if startable else ""),
+                "strategy": "replay-check",
+                "question": "",
+                "park": state.park_sequence,
+            }
+        return MoveForm(data, initial=initial, targets=targets, waits=_own_waits(request))
+
+    def context(self, request: Request) -> dict[str, Any]:
+        """The replay check of each version of its flow, and of another target that was asked about."""
+        state = request.page.state
+        versions = loom.engine.registry.versions(state.flow_id)
+        names = dict.fromkeys(_target(flow) for flow in reversed(versions.values()))
+        asked = request.http.POST.get("target") or request.http.GET.get("target")
+        for flow in loom.engine.registry.all():
+            if asked == _target(flow):
+                names[asked] = None
+        reports = [
+            (name, moves.report(Fold(state), moves.target(registry, *_parsed(name)))) for name in names
+        ]
+        return {"reports": reports, "state": state}
+
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        given = form.cleaned_data
+        flow_id, version = _parsed(given["target"])
+        wait = request.page.state.waits.get(given["question"])
+        answer: dict[str, Any] = {}
+        if given["question"]:
+            answer = {
+                "event_type": wait.on if wait else given["question"],
+                "correlation_key": wait.correlation_key if wait else None,
+                "question": given["question"],
+                "payload": cast(MoveForm, form).value,
+            }
+        return operators.move_execution(
+            loom,
+            request.operator,
+            request.execution_id,
+            flow_id,
+            version=version,
+            strategy=given["strategy"],
+            park_sequence=given["park"],
+            reason=given["reason"],
+            dry_run=dry_run,
+            **answer,
+        )
+
+    def _about(self, form: ActForm) -> str:
+        return f" to {form.cleaned_data['target']} by {form.cleaned_data['strategy']}"
+
+
+def _target(flow: Flow[..., Any]) -> str:
+    return f"{flow.id}@{flow.version}"
+
+
+def _parsed(target: str) -> tuple[str, int]:
+    flow_id, _mark, version = target.rpartition("@")
+    return flow_id, int(version)
+
+
+def _own_waits(request: Request) -> list[tuple[str, str]]:
+    """The waits of the flow's own, each in words."""
+    return [
+        (wait.id, show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at))
+        for wait in request.page.state.pending_waits
+        if not is_reserved(wait.on)
+    ]
 
 
 class CancelView(ActView):
@@ -792,6 +884,7 @@ VIEWS: Final[tuple[type[ActView], ...]] = (
     RetryDivergedView,
     SendView,
     WakeView,
+    MoveView,
     RecoverView,
     RerunView,
     ForkView,

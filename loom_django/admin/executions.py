@@ -28,12 +28,15 @@ from loom_django.admin.execution_page import ExecutionPage, WaitRow
 from loom_django.admin.filters import FlowFilter, NeedsMeFilter, SubjectFilter, WaitingFilter
 from loom_django.admin.search import ExactSearch, attribute_is
 from loom_django.admin.show import VIEW_PAYLOAD, Viewer
+from loom_django.definitions import registry
+from loom_django.engine.code import Recorded
 from loom_django.errors import ExecutionNotFoundError, OperatorDeniedError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.models import Execution, Fence, Timer
 from loom_django.runtime import loom
 from loom_django.services import operators
+from loom_django.services.deploy_check import survey
 from loom_django.services.operators import Act, Operator
 
 # The log stands on its execution's page: a model with a composite key has no admin of its own.
@@ -60,6 +63,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
         own = [
             path("overview/", wrap(self.overview_view), name="loom_overview"),
             path("in-doubt/", wrap(self.in_doubt_view), name="loom_in_doubt"),
+            path("versions/", wrap(self.versions_view), name="loom_versions"),
             path("<path:object_id>/log/", wrap(self.log_view), name="loom_execution_log"),
             *(
                 path(
@@ -160,6 +164,37 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
 
     def _outcome_url(self, execution_id: str, step_id: str) -> str:
         return f"{self.execution_url(execution_id, OutcomeView.suffix)}?{urlencode({'step': step_id})}"
+
+    # The code of what lives.
+
+    @method_decorator(require_safe)
+    def versions_view(self, request: HttpRequest) -> HttpResponse:
+        """Which code live executions remember, and which code of this process goes on with them."""
+        self._check_look(request)
+        groups = survey(registry, conf.get_settings().DATABASE)
+        in_use = {(group.recorded.flow_id, group.continues) for group in groups}
+        return self.page(
+            request,
+            "versions.html",
+            title=_("Versions and drift"),
+            rows=[(group, self._live_url(group.recorded), show.when_short(group.oldest)) for group in groups],
+            drifted=sum(group.live for group in groups if group.mismatch),
+            registered=[  # a template would call a flow
+                (flow.id, flow.version, flow.flow_hash, flow.pinned, (flow.id, flow.version) in in_use)
+                for flow in registry.all()
+            ],
+        )
+
+    def _live_url(self, recorded: Recorded) -> str:
+        """The list of the live executions that remember just this code."""
+        wanted = {
+            "flow_id__exact": recorded.flow_id,
+            "version__exact": recorded.version,
+            "flow_hash__exact": recorded.flow_hash,
+            "code_hash__exact": recorded.code_hash,
+            "status__in": "PENDING,RUNNING,SUSPENDED",
+        }
+        return f"{self.url('loom_execution_changelist')}?{urlencode(wanted)}"
 
     # One execution.
 

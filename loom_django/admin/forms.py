@@ -132,6 +132,45 @@ class ResumeForm(PayloadForm):
         field.validate = lambda value: None
 
 
+class MoveForm(PayloadForm):
+    """Moves an execution to other code, and may answer what its flow waits for."""
+
+    target = forms.ChoiceField(label=_("Move to"))
+    strategy = forms.ChoiceField(
+        label=_("How do you know that the code fits?"),
+        widget=forms.RadioSelect,
+        choices=[
+            ("replay-check", _("By the replay check: it has a place for every recorded step.")),
+            ("operator-ack", _("I vouch for it, whatever the replay check says.")),
+        ],
+    )
+    question = forms.ChoiceField(label=_("Answer to"), required=False, widget=forms.RadioSelect)
+    park = forms.IntegerField(required=False, widget=forms.HiddenInput)
+
+    field_order = ["target", "strategy", "question", "payload", "reason"]
+
+    def __init__(
+        self,
+        *args: Any,
+        targets: Iterable[str] = (),
+        waits: Iterable[tuple[str, str]] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        target: Any = self.fields["target"]
+        target.choices = [(name, name) for name in targets]
+        question: Any = self.fields["question"]
+        question.choices = [("", _("nothing: it goes on waiting")), *waits]
+        # A wait that is over is no slip of the pen: the act says who answered it.
+        question.validate = lambda value: None
+
+    def clean(self) -> dict[str, Any]:
+        cleaned: dict[str, Any] = super().clean() or self.cleaned_data
+        if cleaned.get("payload", "").strip() and not cleaned.get("question"):
+            self.add_error("payload", _("A payload goes with an answer only."))
+        return cleaned
+
+
 class SendForm(PayloadForm):
     """Sends a message. Its id travels along, so that a form that is sent twice is one message."""
 

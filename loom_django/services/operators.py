@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 from loom_django.definitions import Tool
-from loom_django.engine import answers, forks, inbox
+from loom_django.engine import answers, forks, inbox, moves
 from loom_django.engine.answers import MISSING
 from loom_django.engine.code import flow_for
 from loom_django.engine.core import Engine, from_micros
@@ -90,6 +90,7 @@ class Act(enum.StrEnum):
     RETRY_ERROR = "retry_error"
     RETRY_DIVERGED = "retry_diverged"
     RECOVER_EXECUTION = "recover_execution"
+    MOVE_EXECUTION = "move_execution"
     SEND_MESSAGE = "send_message"
     FORK_EXECUTION = "fork_execution"
     RERUN_EXECUTION = "rerun_execution"
@@ -317,6 +318,66 @@ def resume_execution(
         )
 
     return _perform(loom, operator, Act.RESUME_EXECUTION, execution_id, reason, append, dry_run=dry_run)
+
+
+def move_execution(
+    loom: Host,
+    operator: Operator,
+    execution_id: str,
+    flow: str,
+    *,
+    reason: str,
+    version: int | None = None,
+    event_type: str | None = None,
+    payload: Any = None,
+    correlation_key: str | None = None,
+    strategy: moves.Strategy = "replay-check",
+    question: str | None = None,
+    park_sequence: int | None = None,
+    dry_run: bool = False,
+) -> Done:
+    """Move an execution to other code; with ``event_type`` answer its park in the same append.
+
+    Args:
+        flow, version: the target; the version that new starts get if it is left out.
+        question: the id of the wait that was looked at; if it is not pending any more, nothing is appended.
+        park_sequence: of the park that was looked at; if that is over, nothing is appended.
+
+    Raises:
+        OperatorDeniedError: no permission. InvalidInputError: no reason, or no such strategy.
+        FlowNotFoundError: the target is not registered here.
+        FlowCodeMismatchError: the replay check does not pass.
+        ResumeRefusedError: it is over, runs, or does not wait for this answer.
+    """
+
+    def append(engine: Engine, ownership: Ownership) -> Appended:
+        moves.check_strategy(strategy)
+        return answers.move(
+            engine,
+            execution_id,
+            moves.target(engine.registry, flow, version),
+            event_type=event_type,
+            payload=payload,
+            correlation_key=correlation_key,
+            strategy=strategy,
+            principal=operator.name,
+            reason=reason.strip(),
+            fence_if_parked_at=park_sequence,
+            judge=_judge_of(question),
+            ownership=ownership,
+        )
+
+    return _perform(loom, operator, Act.MOVE_EXECUTION, execution_id, reason, append, dry_run=dry_run)
+
+
+def move_report(loom: Host, execution_id: str, flow: str, version: int | None = None) -> moves.MoveReport:
+    """What the replay check says of a move.
+
+    Raises:
+        ExecutionNotFoundError: no such execution. FlowNotFoundError: the target is not registered here.
+    """
+    fold = folded(load_existing(loom.engine, execution_id).events)
+    return moves.report(fold, moves.target(loom.engine.registry, flow, version))
 
 
 def cancel_execution(
@@ -741,13 +802,14 @@ def _perform(
     appended = append(engine, over.ticket.ownership)
     events = appended.events
     execution_id = appended.journal.execution_id  # the newest of the chain
-    goes_on = bool(events) and act not in (Act.CANCEL_EXECUTION, Act.RECORD_OUTCOME)
+    goes_on = bool(events) and events[-1].kind == Kind.EXECUTION_RESUMED
     done = Done(act, execution_id, events, over.runs if goes_on else "nobody", kept=appended.kept)
     if not dry_run:
         _announce(operator, act, execution_id, reason, done)
         if goes_on:
             _dispatch(loom, over, execution_id, appended)
-        if appended.kept:
+        if appended.kept or (events and not goes_on and act is Act.MOVE_EXECUTION):
+            # What has come meanwhile: the old code could not take it.
             store.on_commit(lambda: look_now(loom.engine, lambda: over.dispatcher, execution_id))
     return done
 

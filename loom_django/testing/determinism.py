@@ -90,8 +90,7 @@ def replay(engine: Engine, log: Sequence[Event], flow: Flow[..., Any] | None = N
         fold.apply(event)
     target = flow or flow_for(engine, fold)
     body = _Replay(engine, Journal(engine, fold, fence=None, writer=0), target, events[-1])
-    moved = (event.sequence for event in events if event.kind == Kind.EXECUTION_MIGRATED)
-    body.report.moved = max(moved, default=0)
+    body.report.moved = fold.migrated_sequence
     body.play()
     return True
 

@@ -20,6 +20,7 @@ ACTS = (
     "retry_error",
     "retry_diverged",
     "recover_execution",
+    "move_execution",
     "send_message",
     "fork_execution",
     "rerun_execution",

@@ -87,6 +87,10 @@ def _outcome() -> dict[str, Any]:
     return {**_reason(), "step": "transfer", "outcome": "paid", "payload": ""}
 
 
+def _move() -> dict[str, Any]:
+    return {**_answer(), "target": "ask@1", "strategy": "replay-check", "park": ""}
+
+
 def _by(kind: str) -> Any:
     """Who stands in the event of that kind."""
     return lambda: [event.data["principal"] for event in loom.history("x", kinds=[kind])]
@@ -119,6 +123,7 @@ MATRIX = [
     pytest.param("rerun_execution", "rerun", _failed, _copy, _by_lineage, id="rerun"),
     pytest.param("wake_timer", "wake", _put_off, _reason, _by_nobody, id="wake"),
     pytest.param("record_outcome", "outcome", _cancelled, _outcome, _by("OUTCOME_RECORDED"), id="outcome"),
+    pytest.param("move_execution", "move", _waiting, _move, _by("EXECUTION_MIGRATED"), id="move"),
     pytest.param(
         "retry_diverged", "retry_diverged", _diverged, _reason, _by_last_answer, id="retry_diverged"
     ),

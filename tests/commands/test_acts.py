@@ -53,6 +53,22 @@ def test_a_fresh_retry_tells_the_new_key():
     assert loom.state("order-1").result == "tx-8"
 
 
+def test_an_execution_is_moved_to_other_code():
+    """A rehearsal prints the replay check first; what does not pass is a refusal; an answer goes along."""
+    flows.ask.using(execution_id="x").start()
+    about = ("--reason", "release 2", "--event", "Approval", "--payload", "7")
+    refused_as = refused("loom_resume_as", "x", "nap", *about)
+    assert refused_as[0] == 1
+    assert "step 'label' (1 recorded step) is not declared" in refused_as[1]
+    out = run("loom_resume_as", "x", "ask", "--flow-version", "1", *about, "--dry-run")
+    assert "replay check: passed, 1 recorded steps" in out
+    assert "would append event 5 EXECUTION_MIGRATED to x" in out
+    assert "EXECUTION_MIGRATED" not in kinds("x")
+    assert "appended event 6 EXECUTION_RESUMED" in run("loom_resume_as", "x", "ask", *about)
+    assert loom.state("x").result == [7]
+    assert refused("loom_resume_as", "x", "nobody", *about)[0] == 1
+
+
 def test_a_verdict_may_be_a_failure():
     """The text of --fail is the failure's message."""
     in_doubt("order-1")
