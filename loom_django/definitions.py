@@ -33,6 +33,7 @@ from loom_django.errors import DefinitionError, DirectCallError, FlowNotFoundErr
 from loom_django.kernel import hashing, keys, structure
 from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.durations import Duration, seconds
+from loom_django.kernel.tool_schema import tool_schema
 
 if TYPE_CHECKING:
     from datetime import date
@@ -128,6 +129,15 @@ class Tool(Generic[P, R_co]):
     @property
     def declared_id(self) -> str:
         return self.step_id or self.name
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What a model is told of the tool: ``name``, ``description`` and ``parameters``, a JSON schema.
+
+        Raises:
+            DefinitionError: a parameter that no model can give.
+        """
+        return tool_schema(self.declared_id, self.func, self.signature)
 
     def __repr__(self) -> str:
         return f"<Tool {self.declared_id}>"
