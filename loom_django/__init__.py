@@ -21,6 +21,7 @@ from loom_django.errors import (
 )
 from loom_django.kernel.backoff import RetryPolicy
 from loom_django.kernel.codec import register_type
+from loom_django.kernel.turns import AgentResult, ModelTurn, ToolCall
 from loom_django.runtime import Handle, loom
 from loom_django.scheduling import Schedule, schedule
 from loom_django.statuses import ExecutionStatus
@@ -28,6 +29,7 @@ from loom_django.statuses import ExecutionStatus
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgentResult",
     "AsyncFlowContext",
     "Child",
     "ChildFailed",
@@ -42,6 +44,7 @@ __all__ = [
     "FlowContext",
     "Handle",
     "LoomError",
+    "ModelTurn",
     "Outcome",
     "ResultTimeoutError",
     "ResumeRefusedError",
@@ -51,6 +54,7 @@ __all__ = [
     "StepContext",
     "StepFailed",
     "Tool",
+    "ToolCall",
     "VerdictRefusedError",
     "WaitTimedOut",
     "flow",

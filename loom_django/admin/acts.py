@@ -48,7 +48,6 @@ from loom_django.errors import (
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import (
     ON_DIVERGED,
     ON_ERROR,
@@ -361,7 +360,7 @@ class VerdictView(ActView):
 
     def _old_key(self, request: Request, form: ActForm) -> str:
         frame = request.page.state.frames.get(form.cleaned_data["step"])
-        return idempotency_key(request.execution_id, frame.step_id, frame.generation) if frame else ""
+        return frame.idempotency_key(request.execution_id) if frame else ""
 
 
 def _expects(request: Request, step_id: str) -> str:
@@ -590,7 +589,7 @@ def _parsed(target: str) -> tuple[str, int]:
 def _own_waits(request: Request) -> list[tuple[str, str]]:
     """The waits of the flow's own, each in words."""
     return [
-        (wait.id, show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at))
+        (wait.id, show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at, wait.budget))
         for wait in request.page.state.pending_waits
         if not is_reserved(wait.on)
     ]

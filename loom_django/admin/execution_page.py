@@ -16,7 +16,6 @@ from loom_django.admin.show import Payload, Viewer
 from loom_django.engine.core import to_micros
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
-from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, ExecutionState, Frame, FrameStatus, is_reserved
 from loom_django.models import Execution, Timer
 
@@ -142,7 +141,7 @@ class ExecutionPage:
         done = frame.status is FrameStatus.COMPLETED
         return StepRow(
             frame=frame,
-            key=idempotency_key(self.state.execution_id, frame.step_id, frame.generation),
+            key=frame.idempotency_key(self.state.execution_id),
             began=show.when_micros(frame.started_at),
             took=show.span((ended - frame.started_at) / 1_000_000) if ended and frame.started_at else "",
             args=None if frame.args is None else self.viewer.payload(frame.args, f"step:{frame.tool}:args"),
@@ -155,7 +154,7 @@ class ExecutionPage:
         return [
             WaitRow(
                 id=wait.id,
-                words=show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at),
+                words=show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at, wait.budget),
                 since=show.when_micros(wait.since),
                 for_=show.span((self.now - wait.since) / 1_000_000),
                 step=str(wait.correlation_key) if wait.on == ON_VERDICT else "",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import pprint
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -24,6 +25,7 @@ from loom_django import conf
 from loom_django.engine.core import from_micros
 from loom_django.kernel import codec
 from loom_django.kernel.state import (
+    ON_BUDGET,
     ON_CHILD,
     ON_DIVERGED,
     ON_ERROR,
@@ -195,7 +197,9 @@ def ago(moment: datetime | None) -> str:
 # Waits.
 
 
-def wait_in_words(on: str, key: str | None, wake_at: int | None) -> str:
+def wait_in_words(
+    on: str, key: str | None, wake_at: int | None, budget: Mapping[str, str] | None = None
+) -> str:
     """What an execution waits for, as a person would say it."""
     until = "" if wake_at is None else _until(wake_at)
     match on:
@@ -213,6 +217,11 @@ def wait_in_words(on: str, key: str | None, wake_at: int | None) -> str:
             return gettext("an operator: it was taken over too often without progress")
         case _ if on == ON_DIVERGED:
             return gettext("an operator: its code diverged from its log")
+        case _ if on == ON_BUDGET and budget:
+            return gettext("a higher limit of %(resource)s: %(used)s of %(limit)s is used") % {
+                "resource": key,
+                **budget,
+            }
         case _ if on == ON_CHILD:
             return gettext("the child %(child)s%(until)s") % {"child": key, "until": until}
     named = f"{on} ({key})" if key else on

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Final, Literal, NoReturn, get_args
 
 from loom_django.definitions import Flow
-from loom_django.engine import children, doubt, kept, moves
+from loom_django.engine import budgets, children, doubt, kept, moves
 from loom_django.engine.body import message_fields
 from loom_django.engine.code import flow_for, target_of
 from loom_django.engine.core import Engine, from_micros, to_micros
@@ -137,6 +137,7 @@ def resume(
 
     Raises:
         ResumeRefusedError: nothing waits for it; ``reason`` says how. Nothing was written.
+        InvalidInputError: a budget's new limit is none, or used up already. Nothing was written.
         ResumeContendedError: others took the fence every time, and the park is unanswered still.
         StaleFenceError: ``fence`` was given, and is not the newest token.
         FlowCodeMismatchError: the flow's code is not the recorded one.
@@ -267,6 +268,7 @@ def _answer(
     reason: str | None,
     ownership: Ownership,
 ) -> Landing:
+    budgets.check_answer(journal.fold, wait, text)
     if wait.id not in journal.fold.park_waits:
         raise _BodyRuns(journal, wait, (event_type, text, principal, reason))
     if kept.find_unseen(journal, wait) is not None:

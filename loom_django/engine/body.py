@@ -47,6 +47,7 @@ from loom_django.kernel.divergence import Watch, wait_in_words
 from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import KERNEL_KINDS, Encoded, Event, Kind
 from loom_django.kernel.state import (
+    ON_BUDGET,
     ON_CHILD,
     ON_MESSAGE,
     ON_TIMER,
@@ -105,6 +106,7 @@ class Shared:
     misuse: BaseException | None = None
     landed_once: bool = False
     asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # by step: where, and the branch's path
+    tools: dict[str, Tool[..., Any]] = field(default_factory=dict)  # of the steps that were asked for
     deciding: list[Deciding] = field(default_factory=list)
     compensations: list[Compensation] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)  # the body, and its branches while they run
@@ -387,10 +389,15 @@ class Body:
         return (yield from steps.perform(self, step_id, tool, args, kwargs))
 
     def perform(
-        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        step_id: str,
+        tool: Tool[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        within: steps.InLoop | None = None,
     ) -> Steps[Any]:
         """Serve a step whose id is known, or run it."""
-        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+        return (yield from steps.perform(self, step_id, tool, args, kwargs, within))
 
     def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run_step"))
@@ -401,7 +408,7 @@ class Body:
     def suspend(self, on: str, correlation_key: str | None, timeout: Duration | None) -> Steps[Any]:
         yield Enter(partial(self.enter, "suspend"))
         self.checked(lambda: keys.check_id(on, "name of a wait"))
-        if is_reserved(on):
+        if is_reserved(on) or on == ON_BUDGET:
             self.refuse(
                 InvalidInputError(f"a flow cannot wait on {on!r}: that name is reserved, take another")
             )

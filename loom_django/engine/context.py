@@ -11,11 +11,13 @@ import logging
 import random as random_module
 from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
 from datetime import datetime
+from decimal import Decimal
 from functools import cached_property
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from loom_django.definitions import AwaitMode, Child, Flow, Outcome, Step, Tool
+from loom_django.engine.agents import agent_loop
 from loom_django.engine.body import Body, metered
 from loom_django.engine.children import await_child, await_children, start_child
 from loom_django.engine.continuing import continue_as_new
@@ -27,6 +29,7 @@ from loom_django.engine.parallel import parallel
 from loom_django.errors import ContextMisuseError
 from loom_django.kernel import codec
 from loom_django.kernel.durations import Duration
+from loom_django.kernel.turns import AgentResult, ModelTurn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +39,7 @@ _numbers = itertools.count()
 _FLOW_ONLY = frozenset(
     {
         "run", "run_step", "suspend", "receive", "sleep", "sleep_until", "emit", "decide", "parallel",
-        "start_child", "await_child", "await_children", "continue_as_new",
+        "start_child", "await_child", "await_children", "agent_loop", "continue_as_new",
     }
 )  # fmt: skip
 
@@ -340,6 +343,38 @@ class FlowContext(_Context):
         result: R = self._do(self._body.decide(decision_id, decider, self))
         return result
 
+    def agent_loop(
+        self,
+        loop_id: str,
+        /,
+        *,
+        model: Tool[..., ModelTurn],
+        tools: Sequence[Tool[..., Any]],
+        messages: Sequence[dict[str, Any]],
+        max_turns: int = 20,
+        budget: Mapping[str, int | Decimal] | None = None,
+    ) -> AgentResult:
+        """Let a model speak and make the calls that it asks for, until it asks for none or its turns are over.
+
+        Each turn and each call is a step: ``<loop>#turn:<n>`` and ``<loop>#turn:<n>:tool:<j>``. The calls of one
+        turn are made side by side. A call that fails, names no tool or does not fit the tool's schema goes back
+        to the model as a message.
+
+        Args:
+            model: a tool of ``(ctx, messages, tools)`` that returns a :class:`~loom_django.ModelTurn`.
+            tools: those that the model may ask for; like ``model`` they are listed in ``steps=``, and the loop's
+                id in ``step_families=``.
+            messages: dicts of any form that the model's tool understands.
+            max_turns: the calls of the last turn are not made.
+            budget: limits by metered resource. Where one is reached, the execution parks on ``BudgetExhausted``
+                before the next turn or call, until it is answered with ``{"limit": …}``.
+
+        Raises:
+            StepFailed: a turn of the model failed.
+            UndeclaredStepError, UnencodableValueError, InvalidInputError: misuse; ends the body.
+        """
+        return self._do(agent_loop(self._body, loop_id, model, tools, messages, max_turns, budget))
+
 
 class Operation(Generic[R]):
     """A call of an async context that is to be awaited; one that is not is found out at the next call."""
@@ -454,3 +489,18 @@ class AsyncFlowContext(_Context):
     ) -> Awaitable[Any]:
         """See :meth:`FlowContext.decide`; the decider may be async."""
         return self._do("decide", self._body.decide(decision_id, decider, self))
+
+    def agent_loop(
+        self,
+        loop_id: str,
+        /,
+        *,
+        model: Tool[..., ModelTurn],
+        tools: Sequence[Tool[..., Any]],
+        messages: Sequence[dict[str, Any]],
+        max_turns: int = 20,
+        budget: Mapping[str, int | Decimal] | None = None,
+    ) -> Awaitable[AgentResult]:
+        """See :meth:`FlowContext.agent_loop`."""
+        steps = agent_loop(self._body, loop_id, model, tools, messages, max_turns, budget)
+        return self._do("agent_loop", steps)

@@ -12,7 +12,6 @@ from typing import Any, Final
 from loom_django.engine.journal import Journal
 from loom_django.kernel.events import Kind
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import ON_VERDICT, Frame, FrameStatus, Wait
 
 LOST: Final = "the process ended while the effect may have been under way"
@@ -32,7 +31,7 @@ def open_doubts(fold: Fold) -> list[Frame]:
 def record_doubts(journal: Journal, doubts: list[Frame], cause: str) -> None:
     """Record EFFECT_INDOUBT for frames, with the key that the provider may have seen."""
     for frame in doubts:
-        key = idempotency_key(journal.execution_id, frame.step_id, frame.generation)
+        key = frame.idempotency_key(journal.execution_id)
         journal.record(Kind.EFFECT_INDOUBT, {"step": frame.step_id, "cause": cause, "key": key})
 
 
@@ -65,5 +64,12 @@ def park_fields(reason: str, waits: list[Wait], error: Mapping[str, Any] | None 
 
 
 def _item(wait: Wait) -> dict[str, Any]:
-    item = {"id": wait.id, "on": wait.on, "key": wait.correlation_key, "wake_at": wait.wake_at}
-    return {**item, "children": list(wait.children), "mode": wait.mode} if wait.children else item
+    item: dict[str, Any] = {
+        "id": wait.id,
+        "on": wait.on,
+        "key": wait.correlation_key,
+        "wake_at": wait.wake_at,
+    }
+    if wait.children:
+        item |= {"children": list(wait.children), "mode": wait.mode}
+    return {**item, "budget": dict(wait.budget)} if wait.budget else item

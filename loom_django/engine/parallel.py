@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -35,6 +36,19 @@ def parallel(body: Body, branches: Mapping[str, Any], settle: bool) -> Steps[dic
     _check(body, branches)
     if not branches:
         return {}
+    return (yield from in_scope(body, branches, settle))
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """A branch of the engine's own, made by that call of the context: what it asks for on the branch's body."""
+
+    name: str
+    steps: Callable[[Body], Steps[Any]]
+
+
+def in_scope(body: Body, branches: Mapping[str, Any], settle: bool) -> Steps[dict[str, Any]]:
+    """Run branches in the next scope of a body; like the public form, without its checks."""
     number = body.count("parallel")
     path = f"{body.path}.{number}" if body.path else str(number)
     return (yield from _Scope(body, path, branches, settle).run())
@@ -107,6 +121,11 @@ class _Branch:
         if isinstance(self.what, Step):
             body.bound_at = self.scope.line
             return lambda: context.run(self.what.tool, *self.what.args, **self.what.kwargs)
+        if isinstance(self.what, Inner):
+            body.bound_at = self.scope.line
+            asked = self.what.steps(body)
+            named = (self.what.name,) if isinstance(driver, AsyncDriver) else ()
+            return lambda: context._do(*named, asked)
         return lambda: self.what(context)
 
     def end(self, outcome: Outcome) -> None:
@@ -251,7 +270,8 @@ class _Scope:
         return [branch.body.parked for branch in waiting if branch.body and branch.body.parked]
 
     def _waits(self, waiting: list[_Branch]) -> list[Wait]:
-        return [wait for park in self._parked(waiting) for wait in park.waits]
+        # Branches may wait for one and the same thing: a budget that they share.
+        return list({wait.id: wait for park in self._parked(waiting) for wait in park.waits}.values())
 
     def _run_again(self, waiting: list[_Branch]) -> list[_Branch]:
         asked = self.body.shared.asked

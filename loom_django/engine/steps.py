@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -47,8 +48,17 @@ CARRY_LIMIT: Final = 0.020
 _SCALARS: Final = (str, int, float, bool, type(None))
 
 
-def key_of(execution_id: str, step_id: str, generation: int) -> str:
-    return keys.idempotency_key(execution_id, step_id, generation)
+@dataclass(frozen=True, slots=True)
+class InLoop:
+    """What a step of an agent loop is beyond a step.
+
+    ``loop`` is the loop's name in the execution. ``content`` is a digest of what the step is asked, a part of its
+    key. ``rebuilt`` gives what its tool is called with where that is more than the log keeps as its arguments.
+    """
+
+    loop: str
+    content: str
+    rebuilt: Callable[[], tuple[Any, ...]] | None = None
 
 
 # Names.
@@ -94,14 +104,20 @@ def tool_of(body: Body, step_id: str) -> Tool[..., Any]:
 
 
 def perform(
-    body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    body: Body,
+    step_id: str,
+    tool: Tool[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    within: InLoop | None = None,
 ) -> Steps[Any]:
     """Serve the step from the log, or run it until it has an outcome."""
     body.asked_for(step_id)
+    body.shared.tools[step_id] = tool
     frame = body.journal.fold.frames.get(step_id)
     if frame is not None and frame.settled:
         return _serve(body, frame)
-    given = _encode_arguments(body, step_id, tool, args, kwargs)
+    given = encode_arguments(body, step_id, tool, args, kwargs, within)
     while True:
         frame = body.journal.fold.frames.get(step_id)
         if frame is not None and frame.status is FrameStatus.IN_DOUBT:
@@ -112,7 +128,7 @@ def perform(
                 return _serve(body, frame)
         if frame is not None and frame.status is FrameStatus.RETRYING:
             yield from _await_retry(body, frame)
-        outcome = yield from _attempt(body, step_id, tool, given)
+        outcome = yield from _attempt(body, step_id, tool, given, within)
         if outcome is not _AGAIN:
             return outcome
 
@@ -145,15 +161,24 @@ def check_arguments(
     body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Refuse arguments that could not be recorded when the step is to run."""
-    _encode_arguments(body, step_id, tool, args, kwargs)
+    encode_arguments(body, step_id, tool, args, kwargs)
 
 
-def _encode_arguments(
-    body: Body, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def encode_arguments(
+    body: Body,
+    step_id: str,
+    tool: Tool[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    within: InLoop | None = None,
 ) -> Encoded:
-    """The arguments as the log keeps them; what cannot be recorded is refused before anything is written."""
+    """The arguments as the log keeps them; what cannot be recorded is refused before anything is written.
+
+    A loop has looked at those of its steps: what a model gives is judged otherwise.
+    """
     try:
-        tool.check_call(args, kwargs)
+        if within is None:
+            tool.check_call(args, kwargs)
     except TypeError as exc:
         body.refuse(InvalidInputError(f"step {step_id!r}: {exc}: {tool.name}{tool.signature}", body.flow.id))
     try:
@@ -168,7 +193,9 @@ def _encode_arguments(
     return Encoded(text)
 
 
-def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
+def _attempt(
+    body: Body, step_id: str, tool: Tool[..., Any], given: Encoded, within: InLoop | None
+) -> Steps[Any]:
     """One attempt: the marker, the effect, its outcome. ``_AGAIN`` asks for another."""
     body.begin_live()
     yield from body.before_step(step_id)
@@ -178,6 +205,8 @@ def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> 
         "tool": tool.name,
         "idempotent": tool.idempotent,
         "scope": body.path or None,
+        "loop": within.loop if within else None,
+        "content": within.content if within else None,
         "args": given,
     }
     started = body.journal.record(Kind.STEP_STARTED, fields)
@@ -187,18 +216,27 @@ def _attempt(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> 
     body.reached("before-effect", step_id)
     body.raise_seal()  # sealed while the marker was made durable: the effect never starts
     if tool.transactional:
-        return (yield from _transactional(body, step_id, tool, given))
-    context, call = _prepared_call(body, step_id, tool, given)
+        return (yield from _transactional(body, step_id, tool, given, within))
+    context, call = _prepared_call(body, step_id, tool, given, within)
     outcome: Outcome = yield Invoke(call, tool.is_async, tool.timeout, _late_notice(body, step_id, tool))
     body.reached("after-effect", step_id)
+    # An attempt that is lost is made again, and what it has used must not be lost with it.
+    at_once = _note_metered(body, step_id, context) or tool.idempotent is False
+    if outcome.error is None:
+        return (yield from _completed(body, step_id, tool, outcome, at_once))
+    return (yield from _raised(body, step_id, tool, outcome, at_once))
+
+
+def _note_metered(body: Body, step_id: str, context: Any) -> bool:
+    """Record what an attempt has metered; True if that is anything."""
     for fields in context.metered:
         body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
-    if outcome.error is None:
-        return (yield from _completed(body, step_id, tool, outcome))
-    return (yield from _raised(body, step_id, tool, outcome))
+    return bool(context.metered)
 
 
-def _prepared_call(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> tuple[Any, Any]:
+def _prepared_call(
+    body: Body, step_id: str, tool: Tool[..., Any], given: Encoded, within: InLoop | None
+) -> tuple[Any, Any]:
     from loom_django.engine.context import StepContext
 
     frame = body.journal.fold.frames[step_id]
@@ -206,19 +244,18 @@ def _prepared_call(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
         execution_id=body.execution_id,
         flow_id=body.flow.id,
         step_id=step_id,
-        idempotency_key=key_of(body.execution_id, step_id, frame.generation),
+        idempotency_key=frame.idempotency_key(body.execution_id),
         attempt=frame.attempts,
         deadline=_deadline(body, tool, frame),
     )
     # A tool gets what a replay would get: containers are copies made by the codec.
     arguments = codec.loads(given)
+    args = arguments["args"] if within is None or within.rebuilt is None else within.rebuilt()
     func = body.engine.stubs.get(tool.name, tool.func)
 
     def call() -> Any:
         body.reached("in-effect", step_id)
-        return call_tool(
-            body.engine.store, tool, lambda: func(context, *arguments["args"], **arguments["kwargs"])
-        )
+        return call_tool(body.engine.store, tool, lambda: func(context, *args, **arguments["kwargs"]))
 
     return context, call
 
@@ -240,17 +277,17 @@ def _late_notice(body: Body, step_id: str, tool: Tool[..., Any]) -> Any:
     return notice
 
 
-def _completed(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) -> Steps[Any]:
+def _completed(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome, at_once: bool) -> Steps[Any]:
     try:
         text = body.encode(outcome.value, f"result of {step_id}")
     except LoomError as exc:
         # The effect has happened; only its result cannot be kept.
         if tool.idempotent is False:
             yield from _in_doubt(body, step_id, f"the result cannot be recorded: {exc}")
-        return (yield from _failed(body, step_id, tool, exc, outcome.elapsed, may_retry=False))
+        return (yield from _failed(body, step_id, tool, exc, outcome.elapsed, at_once, may_retry=False))
     event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
     try:
-        yield from _settled(body, tool, event, outcome.elapsed)
+        yield from _settled(body, event, outcome.elapsed, at_once)
     except Unwind as unwind:
         if unwind.why is Why.LOST and tool.idempotent is False:
             # Somebody else has put this effect in doubt, or will: what it returned is what they need to know.
@@ -266,15 +303,15 @@ def _after_codec(value: Any, text: str) -> Any:
     return value if type(value) in _SCALARS else codec.loads(text)
 
 
-def _settled(body: Body, tool: Tool[..., Any], event: Event, elapsed: float) -> Steps[None]:
+def _settled(body: Body, event: Event, elapsed: float, at_once: bool) -> Steps[None]:
     """An outcome is in hand: durable at once, or carried to the next boundary if the tool was quick."""
     body.did(event.data["at"])
-    if tool.idempotent is False or (elapsed >= CARRY_LIMIT and not body.may_defer()):
+    if at_once or (elapsed >= CARRY_LIMIT and not body.may_defer()):
         yield Io(body.land)
     body.reached("after-outcome", event.data["step"])
 
 
-def _raised(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) -> Steps[Any]:
+def _raised(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome, at_once: bool) -> Steps[Any]:
     error = outcome.error
     if error is None:
         raise AssertionError("an outcome without an error was taken for a failure")
@@ -287,7 +324,7 @@ def _raised(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome) ->
         raise body.seal(Why.INTERRUPTED, error)
     if outcome.timed_out:
         error = TimeoutError(f"did not end within {tool.timeout} s")
-    return (yield from _failed(body, step_id, tool, error, outcome.elapsed))
+    return (yield from _failed(body, step_id, tool, error, outcome.elapsed, at_once))
 
 
 def _doubt(tool: Tool[..., Any], outcome: Outcome, error: BaseException) -> str:
@@ -340,6 +377,7 @@ def _failed(
     tool: Tool[..., Any],
     error: BaseException,
     elapsed: float,
+    at_once: bool,
     *,
     may_retry: bool = True,
 ) -> Steps[Any]:
@@ -351,7 +389,7 @@ def _failed(
             yield from _retry(body, step_id, tool, described, failures)
             return _AGAIN
     event = body.journal.record(Kind.STEP_FAILED, {"step": step_id, "error": described})
-    yield from _settled(body, tool, event, elapsed)
+    yield from _settled(body, event, elapsed, at_once)
     raise _failure(step_id, described) from error
 
 
@@ -403,13 +441,15 @@ def _await_retry(body: Body, frame: Frame) -> Steps[None]:
 # Transactional steps.
 
 
-def _transactional(body: Body, step_id: str, tool: Tool[..., Any], given: Encoded) -> Steps[Any]:
+def _transactional(
+    body: Body, step_id: str, tool: Tool[..., Any], given: Encoded, within: InLoop | None
+) -> Steps[Any]:
     """Run a tool and land its outcome in one transaction; a rollback takes both away.
 
     If the commit's answer was lost, the log is read: STEP_COMPLETED there means done, else the tool runs
     again. The sequence lets only one of two such transactions commit.
     """
-    context, call = _prepared_call(body, step_id, tool, given)
+    context, call = _prepared_call(body, step_id, tool, given, within)
     try:
         return (yield Io(lambda: _in_transaction(body, step_id, call, context)))
     except (Unwind, CutOff):
@@ -422,12 +462,11 @@ def _transactional(body: Body, step_id: str, tool: Tool[..., Any], given: Encode
     if frame.status is FrameStatus.COMPLETED:
         body.did(frame.finished_at)
         return body.decode(frame.output)
-    for fields in context.metered:
-        body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
+    at_once = _note_metered(body, step_id, context)
     if body.engine.store.is_connection_lost(error):
         return _AGAIN
     storable = not isinstance(error, LoomError | _RolledBackError)
-    return (yield from _failed(body, step_id, tool, error, CARRY_LIMIT, may_retry=storable))
+    return (yield from _failed(body, step_id, tool, error, CARRY_LIMIT, at_once, may_retry=storable))
 
 
 def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
@@ -440,8 +479,7 @@ def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
         if store.marked_for_rollback():
             raise _RolledBackError("the transaction was marked for rollback, so nothing of the step was kept")
         body.reached("after-effect", step_id)
-        for fields in context.metered:
-            body.journal.record(Kind.RESOURCE_METERED, {**fields, "step": step_id})
+        _note_metered(body, step_id, context)
         event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
         body.journal.land()
     body.did(event.data["at"])

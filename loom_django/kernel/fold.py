@@ -52,6 +52,7 @@ class Fold:
         self.children: dict[str, str] = dict(state.children)
         self.child_ids: dict[str, str] = dict(state.child_ids)
         self.meters: dict[str, Any] = dict(state.meters)
+        self.spent: dict[tuple[str, str], Decimal] = dict(state.spent)
         self.messages: set[int] = set(state.messages)
         self.noted: set[str] = set(state.noted)
         self.park_sequence = state.park_sequence
@@ -111,6 +112,7 @@ class Fold:
             children=MappingProxyType(dict(self.children)),
             child_ids=MappingProxyType(dict(self.child_ids)),
             meters=MappingProxyType(dict(self.meters)),
+            spent=MappingProxyType(dict(self.spent)),
             messages=frozenset(self.messages),
             noted=frozenset(self.noted),
             park_sequence=self.park_sequence,
@@ -187,6 +189,7 @@ class Fold:
                     since=known.since if known else data["at"],
                     children=tuple(item.get("children", ())),
                     mode=item.get("mode", ""),
+                    budget=item.get("budget", {}),
                 )
             )
 
@@ -305,6 +308,8 @@ class Fold:
                 idempotent=data.get("idempotent"),
                 scope=data.get("scope", ""),
                 args=data.get("args"),
+                loop=data.get("loop", ""),
+                content=data.get("content", ""),
                 error=known.error if known else None,
                 started_sequence=event.sequence,
                 first_sequence=known.first_sequence if known else event.sequence,
@@ -378,6 +383,10 @@ class Fold:
         if "note" in data:
             self.noted.add(data["note"])
         self.meters[data["resource"]] = self.meters.get(data["resource"], Decimal(0)) + amount
+        frame = self.frames.get(data.get("step", ""))
+        if frame is not None and frame.loop:
+            spender = (frame.loop, data["resource"])
+            self.spent[spender] = self.spent.get(spender, Decimal(0)) + amount
 
     def _outcome(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames.get(data.get("step", ""))

@@ -100,9 +100,15 @@ def key_suffix(key: str | int | UUID | date) -> str:
 # Keys.
 
 
-def idempotency_key(execution_id: str, step_id: str, generation: int = 0) -> str:
-    """Return the key that the effect of a step is known by outside."""
+def idempotency_key(execution_id: str, step_id: str, generation: int = 0, content: str = "") -> str:
+    """Return the key that the effect of a step is known by outside.
+
+    ``content`` is a digest of what the step is asked, for steps that a model asks for: their ids say only where
+    they stand.
+    """
     base = f"{execution_id.replace('%', '%25').replace(':', '%3A')}:{check_step_id(step_id)}"
+    if content:
+        base += f":{content}"
     suffix = f":r{generation}" if generation else ""
     if len(base) + len(suffix) <= MAX_LENGTH:
         return base + suffix
@@ -124,11 +130,23 @@ def repeated_id(base: str, path: str, number: int) -> str:
     return full if len(full) <= MAX_LENGTH else _shortened(full, ".")
 
 
+def turn_id(loop: str, path: str, turn: int, call: int = 0) -> str:
+    """Return the id of a model's turn in an agent loop, or of a call of that turn; both are numbered from 1."""
+    place = f"{path}:turn:{turn}" if path else f"turn:{turn}"
+    full = f"{loop}#{place}:tool:{call}" if call else f"{loop}#{place}"
+    return full if len(full) <= MAX_LENGTH else _shortened(full, ".")
+
+
 def branch_path(scope: str, name: str) -> str:
     """Return the path of a branch; its name is escaped, so that no two paths are the same."""
+    return f"{scope}.{escaped(name)}"
+
+
+def escaped(name: str) -> str:
+    """Return a name without the characters that part names from each other."""
     for character in "%.#:[]":
         name = name.replace(character, f"%{ord(character):02X}")
-    return f"{scope}.{name}"
+    return name
 
 
 def successor_id(chain: str, link: int) -> str:

@@ -80,7 +80,9 @@ def _wait(wait: Wait) -> dict[str, Any]:
         "since": wait.since,
     }
     # Which ones is for the log to say: a row is to stay small.
-    return {**item, "children": len(wait.children), "mode": wait.mode} if wait.children else item
+    if wait.children:
+        item |= {"children": len(wait.children), "mode": wait.mode}
+    return {**item, "budget": dict(wait.budget)} if wait.budget else item
 
 
 def _plain(text: Any) -> str:

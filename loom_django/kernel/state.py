@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Final
 
-from loom_django.kernel.keys import successor_id
+from loom_django.kernel.keys import idempotency_key, successor_id
 
 
 class Status(enum.StrEnum):
@@ -49,6 +50,8 @@ ON_DIVERGED: Final = "__loom_diverged__"
 ON_ERROR: Final = "__loom_error__"
 ON_POISONED: Final = "__loom_poisoned__"
 ON_CHILD: Final = "CHILD_DONE"
+# Of an agent loop that has used up a resource: answered by a plain resume, whose payload is judged.
+ON_BUDGET: Final = "BudgetExhausted"
 
 
 # Waits that stand for a flow that cannot go on: what the flow itself waits for is not touched by them.
@@ -91,11 +94,17 @@ class Frame:
     started_at: int = 0
     finished_at: int = 0
     next_at: int = 0
+    loop: str = ""  # the agent loop that it belongs to
+    content: str = ""  # of a loop's step: a digest of what it is asked, and a part of its key
     late: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def settled(self) -> bool:
         return self.status in (FrameStatus.COMPLETED, FrameStatus.FAILED)
+
+    def idempotency_key(self, execution_id: str) -> str:
+        """The key of its newest logical attempt."""
+        return idempotency_key(execution_id, self.step_id, self.generation, self.content)
 
 
 class WaitStatus(enum.StrEnum):
@@ -121,6 +130,9 @@ class Wait:
     since: int = 0  # when it was first parked on
     children: tuple[str, ...] = ()  # of a wait for children: which
     mode: str = ""  # "all" or "any" of them
+    budget: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of one for a budget: loop, used and limit, as text
 
     @property
     def pending(self) -> bool:
@@ -163,6 +175,8 @@ class ExecutionState:
     children: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     child_ids: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # all, by their notes
     meters: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    # What the steps of each agent loop have metered, by loop and resource.
+    spent: Mapping[tuple[str, str], Decimal] = field(default_factory=lambda: MappingProxyType({}))
     messages: frozenset[int] = frozenset()  # numbers of the messages that the log has taken
     noted: frozenset[str] = frozenset()  # emits and meters of the body: a replay does not repeat them
     park_sequence: int | None = None  # of the newest park while it is unanswered

@@ -22,7 +22,7 @@ from loom_django.lint.sources import File, FunctionNode, Sources
 # What may leave the body to come back later, and what else may leave it for good.
 _SLEEPS: Final = frozenset({"sleep", "sleep_until"})
 _WAITS: Final = frozenset({"suspend", "receive", "await_child", "await_children"})
-_PARKS: Final = _SLEEPS | _WAITS | {"run", "run_step", "parallel"}
+_PARKS: Final = _SLEEPS | _WAITS | {"run", "run_step", "parallel", "agent_loop"}
 _LEAVES: Final = _PARKS | {"decide", "start_child", "on_failure", "emit", "meter"}
 
 _CONTEXTS: Final = ("FlowContext", "AsyncFlowContext")

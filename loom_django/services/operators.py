@@ -37,7 +37,6 @@ from loom_django.errors import (
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import (
     ON_DIVERGED,
     ON_ERROR,
@@ -271,7 +270,7 @@ def resolve_step(
         # Read before the body goes on: it would take the key and begin its next attempt.
         frame = appended.journal.fold.frames[step_id]
         if frame.status is FrameStatus.FRESH:
-            fresh_key = idempotency_key(execution_id, step_id, frame.generation)
+            fresh_key = frame.idempotency_key(execution_id)
         return appended
 
     done = _perform(loom, operator, Act.RESOLVE_STEP, execution_id, reason, append, dry_run=dry_run)

@@ -200,7 +200,7 @@ def _declared(h: Harness, states: Sequence[ExecutionState]) -> Iterator[_Made]:
             call,
             place,
             frame.idempotent if frame is not None else None,
-            tool is not None and tool.transactional,
+            tool.transactional,
         )
 
 

@@ -133,18 +133,23 @@ class _FromLog(Body):
 
     def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run"))
-        return (yield from self._again(steps.id_for(self, tool), tool, args, kwargs))
+        return (yield from self.perform(steps.id_for(self, tool), tool, args, kwargs))
 
     def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run_step"))
         tool = steps.tool_of(self, step_id)
         self.ask(step_id, "by its id")
-        return (yield from self._again(step_id, tool, args, kwargs))
+        return (yield from self.perform(step_id, tool, args, kwargs))
 
-    def _again(
-        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def perform(
+        self,
+        step_id: str,
+        tool: Tool[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        within: steps.InLoop | None = None,
     ) -> Steps[Any]:
-        given = json.loads(steps._encode_arguments(self, step_id, tool, args, kwargs))
+        given = json.loads(steps.encode_arguments(self, step_id, tool, args, kwargs, within))
         frame = self.journal.fold.frames.get(step_id)
         self.report.asked.add(step_id)
         if frame is None:
@@ -153,7 +158,7 @@ class _FromLog(Body):
             self._leave(step_id, _shown(step_id, frame.args), f"{_shown(step_id, given)} at {self.where()}")
         if not frame.settled:
             self._stop_at(step_id, f"step {step_id!r}", lambda wait: wait["key"] == step_id)
-        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+        return (yield from steps.perform(self, step_id, tool, args, kwargs, within))
 
     def _not_asked_yet(self) -> str:
         left = [
@@ -180,11 +185,6 @@ class _FromLog(Body):
                 decider, context, Deciding(self.path)
             )  # it may have parked inside
         self._leave(None, "no such decision", f"decision {decision_id!r} at {self.where()}")
-
-    def perform(
-        self, step_id: str, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Steps[Any]:
-        return (yield from self._again(step_id, tool, args, kwargs))
 
     def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
         if note not in self.journal.fold.noted:

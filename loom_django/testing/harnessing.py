@@ -32,7 +32,6 @@ from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.run import Ended, run_execution
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, InvalidInputError, OpenTransactionError
-from loom_django.kernel.keys import idempotency_key
 from loom_django.kernel.state import ON_CHILD, ON_MESSAGE, TERMINAL_STATUSES
 from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
@@ -86,7 +85,7 @@ class Passage:
     step_id: str
     point: Point
     number: int
-    tool: Tool[..., Any] | None = field(compare=False, repr=False)
+    tool: Tool[..., Any] = field(compare=False, repr=False)
 
 
 class Harness:
@@ -394,7 +393,7 @@ class Harness:
             step_id=step_id,
             point=point,
             number=self._times[execution_id, step_id, point],
-            tool=_tool_of(body, step_id),
+            tool=body.shared.tools[step_id],
         )
         self._passages.append(passage)
         for armed in self._armed:
@@ -442,7 +441,7 @@ class Harness:
             Doubt(
                 execution_id,
                 frame.step_id,
-                idempotency_key(execution_id, frame.step_id, frame.generation),
+                frame.idempotency_key(execution_id),
                 frame.cause,
             )
             for execution_id in found.values_list("pk", flat=True)
@@ -477,17 +476,10 @@ def _answering(result: Any, raises: BaseException | type[BaseException] | None) 
     return answer
 
 
-def _tool_of(body: Body, step_id: str) -> Tool[..., Any] | None:
-    """The tool that the flow declares for a step; None for a tool of a family that it does not list."""
-    return body.flow.steps.get(step_id) or body.flow.steps.get(step_id.split("#", 1)[0])
-
-
 def _belongs_to(passage: Passage, tool: Tool[..., Any]) -> bool:
     if tool.step_id is not None:
         return passage.step_id == tool.step_id
-    if passage.tool is not None:
-        return passage.tool.func is tool.func
-    return passage.step_id.split("#", 1)[0] == tool.name
+    return passage.tool.func is tool.func
 
 
 class _StandingEngine(Engine):

@@ -7,7 +7,16 @@ from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 
-from loom_django import EffectInDoubt, FlowContext, StepContext, flow, register_type, tool
+from loom_django import (
+    EffectInDoubt,
+    FlowContext,
+    ModelTurn,
+    StepContext,
+    ToolCall,
+    flow,
+    register_type,
+    tool,
+)
 
 # What the bank does: raise it, or return it.
 bank: list[Any] = []
@@ -132,3 +141,17 @@ def _customs(ctx: FlowContext) -> Any:
 @flow("split", steps=[transfer])
 def split(ctx: FlowContext) -> dict[str, Any]:
     return ctx.parallel({"ask": _approval, "clear": _customs, "pay": transfer.bind("DE02", 1)})
+
+
+@tool
+def think(ctx: StepContext, messages: list[Any], tools: list[Any]) -> ModelTurn:
+    ctx.meter("usd", Decimal("0.61"))
+    return ModelTurn(
+        "done" if len(messages) > 1 else "", [ToolCall("1", "even", {})] if len(messages) == 1 else []
+    )
+
+
+@flow("agent", steps=[think, even], step_families=["loop"])
+def agent(ctx: FlowContext) -> str:
+    limit = {"usd": Decimal("0.50")}
+    return ctx.agent_loop("loop", model=think, tools=[even], messages=[{"role": "user"}], budget=limit).text

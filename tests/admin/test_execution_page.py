@@ -12,7 +12,7 @@ from loom_django.admin.execution_page import LOG_PAGE
 from loom_django.kernel.events import KERNEL_KINDS, Event, Kind, pack
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import client_of, diverged, in_doubt, url, verdict
+from tests.admin.conftest import client_of, diverged, in_doubt, kinds, url, verdict
 
 SECOND = 1_000_000
 
@@ -293,3 +293,21 @@ def test_a_member_of_a_chain_links_to_its_neighbours(console: Any, db: None):
         assert found == links
         for label, link in response.context["chain"]:
             assert f"<dt>{label}</dt><dd>{link}</dd>" in response.content.decode()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_budget_says_what_is_used_of_it(console):
+    """On the page, in the list and in the form; a limit that is used up already is said there, and not written."""
+    flows.agent.using(execution_id="x").start()
+    words = "a higher limit of usd: 0.61 of 0.50 is used"
+    address = url("execution_resume", "x", wait="budget:loop:usd#1")
+    for place in (url("execution_change", "x"), url("execution_changelist"), address):
+        assert words in console.get(place).content.decode()
+    sent = {"question": "budget:loop:usd#1", "payload": '{"limit": 0.6}', "reason": "r", "stage": "confirm"}
+    before = kinds("x")
+    refused = console.post(address, sent).content.decode()
+    assert "the limit of usd must be above the 0.61 that are used" in refused
+    assert kinds("x") == before
+    flows.bank.append(2)
+    assert console.post(address, {**sent, "payload": '{"limit": 5}'}).status_code == 302
+    assert loom.handle("x").result() == "done"

@@ -12,7 +12,6 @@ from django.core import mail
 from django.db import transaction
 
 from loom_django import loom
-from loom_django.engine import steps
 from loom_django.errors import ContextMisuseError, InvalidInputError, OpenTransactionError
 from loom_django.kernel.state import ExecutionState, Frame, FrameStatus
 from loom_django.models import Execution
@@ -141,11 +140,11 @@ def test_keys_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt with a key of its own would be a second charge."""
     asked: Counter[str] = Counter()
 
-    def fresh_each_time(execution_id: str, step_id: str, generation: int) -> str:
-        asked[step_id] += 1
-        return f"{execution_id}:{step_id}:{asked[step_id]}"
+    def fresh_each_time(frame: Frame, execution_id: str) -> str:
+        asked[frame.step_id] += 1
+        return f"{execution_id}:{frame.step_id}:{asked[frame.step_id]}"
 
-    monkeypatch.setattr(steps, "key_of", fresh_each_time)
+    monkeypatch.setattr(Frame, "idempotency_key", fresh_each_time)
     found = problems(crash_sweep(one("repeatable"), points=["in-effect"]))
     assert "had different keys in its attempts" in found["repeatable", "in-effect"][0]
 

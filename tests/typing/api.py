@@ -8,10 +8,12 @@ from decimal import Decimal
 from typing import Any, assert_type
 
 from loom_django import (
+    AgentResult,
     AsyncFlowContext,
     Flow,
     FlowContext,
     Handle,
+    ModelTurn,
     RetryPolicy,
     Schedule,
     StepContext,
@@ -62,6 +64,28 @@ async def crawl(ctx: AsyncFlowContext, url: str) -> int:
     assert_type(await ctx.run(fetch, url), bytes)
     await ctx.sleep(5)
     return 1
+
+
+@tool
+def think(ctx: StepContext, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> ModelTurn:
+    return ModelTurn("hello")
+
+
+@flow("typed.agent", steps=[think, charge], step_families=["agent"])
+def agent(ctx: FlowContext) -> str:
+    budget = {"usd": Decimal("0.50")}
+    result = ctx.agent_loop("agent", model=think, tools=[charge, mark], messages=[{"a": 1}], budget=budget)
+    assert_type(result, AgentResult)
+    ctx.agent_loop("other", model=charge, tools=[], messages=[])  # type: ignore[arg-type]
+    ctx.agent_loop("third", model=think, tools=[], messages=[], budget={"usd": 0.5})  # type: ignore[dict-item]
+    assert_type(charge.schema, dict[str, Any])
+    return result.text
+
+
+@flow("typed.agent.async", steps=[think], step_families=["agent"])
+async def async_agent(ctx: AsyncFlowContext) -> bool:
+    result = await ctx.agent_loop("agent", model=think, tools=[], messages=[])
+    return result.finished
 
 
 def starts() -> None:
