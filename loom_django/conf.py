@@ -50,6 +50,8 @@ class LoomSettings:
     LEASE_RENEW_INTERVAL: float = 15.0
     EXECUTE_TIMEOUT: float = 3600.0
     MAX_RECOVERIES: int = 10
+    HISTORY_WARN_EVENTS: int = 10_000
+    HISTORY_MAX_EVENTS: int = 50_000
     READY_GRACE: float = 30.0
     MISFIRE_GRACE: float = 60.0
     QUEUES: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {DEFAULT_QUEUE: {}})
@@ -85,11 +87,18 @@ DURATIONS: Final = frozenset(
     }
 )
 POSITIVE_INTS: Final = frozenset(
-    {"MAX_PAYLOAD_BYTES", "MAX_TRACEBACK_BYTES", "MAX_RECOVERIES", "CONCURRENCY"}
+    {
+        "MAX_PAYLOAD_BYTES",
+        "MAX_TRACEBACK_BYTES",
+        "MAX_RECOVERIES",
+        "HISTORY_WARN_EVENTS",
+        "HISTORY_MAX_EVENTS",
+        "CONCURRENCY",
+    }
 )
 OPTIONAL: Final = frozenset({"POLL_INTERVAL", "REDACT", "ARCHIVE_STORAGE"})
-# How an execution can end for good; one that was continued is kept as long as its chain.
-ENDS: Final = ("COMPLETED", "CANCELLED", "FAILED")
+# How a log can end. One that was continued goes with its chain, if not by an age of its own before.
+ENDS: Final = ("COMPLETED", "CANCELLED", "FAILED", "CONTINUED")
 QUEUE_KEYS: Final = tuple(item.name for item in fields(Queue))
 # Beyond it a limit is none; the time between two of them would be less than a database's clock tells.
 MAX_RATE: Final = 100_000

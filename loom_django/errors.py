@@ -291,6 +291,22 @@ class ContextMisuseError(LoomError):
         super().__init__(reason)
 
 
+class HistoryLimitError(LoomError):
+    """A flow asked for something new, and its log is as long as ``LOOM["HISTORY_MAX_EVENTS"]`` lets it be."""
+
+    code = "history-limit"
+
+    def __init__(self, execution_id: str, events: int, limit: int) -> None:
+        self.execution_id = execution_id
+        self.events = events
+        self.limit = limit
+        super().__init__(
+            f'the log of execution "{execution_id}" has {events} events, and LOOM["HISTORY_MAX_EVENTS"] is {limit}: '
+            f"it takes no new step and no new wait. Have the flow end its log now and then by "
+            f"ctx.continue_as_new; one that catches this error can do so still"
+        )
+
+
 class DirectCallError(LoomError, TypeError):
     """A tool or a flow was called like a function, which would run it unrecorded."""
 

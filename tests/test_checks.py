@@ -128,7 +128,7 @@ def test_e002_an_unknown_key_is_named_with_the_key_that_is_meant(settings):
         ("REDACT", len),
         ("RETENTION", None),
         ("RETENTION", ["COMPLETED"]),
-        ("RETENTION", {"CONTINUED": 60}),
+        ("RETENTION", {"SUSPENDED": 60}),
         ("RETENTION", {"COMPLETED": 0}),
         ("RETENTION", {"COMPLETED": "90 days"}),
         ("ARCHIVE_STORAGE", "archive"),

@@ -38,6 +38,7 @@ EXAMPLES: list[LoomError] = [
     errors.UndeclaredStepError("send_mail", "order", ["charge", "refund"]),
     errors.DuplicateStepError("ship#2", 'flows.py:41 by ship.keyed("2")', "flows.py:47"),
     errors.DuplicateBranchError("a", "b"),
+    errors.HistoryLimitError("x", 50_000, 50_000),
     errors.ContextMisuseError("used from another thread; use ctx.parallel"),
     errors.DirectCallError("charge"),
     errors.DirectCallError("order", "flow"),

@@ -11,6 +11,7 @@ from typing import Any, Final
 from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
+from loom_django import conf
 from loom_django.admin import show, timeline
 from loom_django.admin.show import Payload, Viewer
 from loom_django.engine.core import to_micros
@@ -106,6 +107,12 @@ class ExecutionPage:
             (_("Continued as"), self.state.successor),
             (_("First of the chain"), self.state.chain if self.state.options.get("link", 1) > 2 else None),
         ]
+
+    @property
+    def long_log(self) -> int | None:
+        """How many events its log may have, if there is reason to say so."""
+        settings = conf.get_settings()
+        return settings.HISTORY_MAX_EVENTS if len(self.events) >= settings.HISTORY_WARN_EVENTS else None
 
     @property
     def input(self) -> Payload:

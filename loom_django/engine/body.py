@@ -35,6 +35,7 @@ from loom_django.errors import (
     ContextMisuseError,
     DuplicateStepError,
     FlowDivergenceError,
+    HistoryLimitError,
     InvalidInputError,
     LoomError,
     OpenTransactionError,
@@ -47,6 +48,7 @@ from loom_django.kernel.divergence import Watch, wait_in_words
 from loom_django.kernel.durations import Duration, seconds
 from loom_django.kernel.events import KERNEL_KINDS, Encoded, Event, Kind
 from loom_django.kernel.state import (
+    HISTORY_DECISION,
     ON_BUDGET,
     ON_CHILD,
     ON_MESSAGE,
@@ -111,11 +113,17 @@ class Shared:
     compensations: list[Compensation] = field(default_factory=list)
     bodies: list[Body] = field(default_factory=list)  # the body, and its branches while they run
     watch: Watch | None = None  # None if nobody looks, or enough was said
+    undoing: bool = False  # while compensations run
+    told_length: bool = False  # that the log is long
+    refused_new: int = 0  # how often the flow has asked for more than the log takes
 
 
 # What a decision's record names of the steps that its decider ran.
 MAX_INNER_STEPS: Final = 4096
 MAX_INNER_BYTES: Final = 65_536
+
+# How often a flow may catch that its log is full, and ask for something new all the same.
+MOST_REFUSED: Final = 100
 
 
 class Body:
@@ -261,9 +269,50 @@ class Body:
         """Leave the body if it may do nothing that the log does not hold."""
         self.raise_seal()
 
+    def begin_new(self) -> None:
+        """Leave the body if it may not begin what the log knows nothing of.
+
+        What has been begun goes on whatever the length of the log: outcomes, retries, verdicts, compensations.
+
+        Raises:
+            HistoryLimitError: the log is full. An outcome to the flow: it may end, or continue as new.
+        """
+        self.begin_live()
+        self.check_length()
+
+    def check_length(self) -> None:
+        """Refuse what is new in a full log, and tell once in a run of one that is long."""
+        shared, length = self.shared, self.journal.fold.last_sequence
+        if shared.undoing:
+            return
+        known = self.journal.fold.decisions.get(HISTORY_DECISION)
+        if known is not None or length >= self.settings.HISTORY_MAX_EVENTS:
+            self._refuse_new(length, known)
+        if length >= self.settings.HISTORY_WARN_EVENTS and not shared.told_length:
+            shared.told_length = True
+            log.warning(
+                "the log of an execution has %d events, and may have %d: its flow should continue_as_new",
+                length,
+                self.settings.HISTORY_MAX_EVENTS,
+                extra={"execution_id": self.execution_id, "flow_id": self.flow.id},
+            )
+
+    def _refuse_new(self, length: int, known: Decision | None) -> NoReturn:
+        error = HistoryLimitError(self.execution_id, length, self.settings.HISTORY_MAX_EVENTS)
+        self.shared.refused_new += 1
+        if self.shared.refused_new > MOST_REFUSED:
+            self.refuse(error)  # a loop that catches it would go on for ever
+        if known is not None:
+            self.served(known.at)
+        elif self.flow.on_error == "fail":
+            # What follows, compensations too, must follow on a replay, whatever the setting is by then.
+            fields = {"decision": HISTORY_DECISION, "value": Encoded(codec.dumps(length))}
+            self.did(self.journal.record(Kind.DECISION_RECORDED, fields).data["at"])
+        raise error
+
     def begin_child(self, child_id: str) -> None:
         """Leave the body if it may not start what the log does not hold."""
-        self.begin_live()
+        self.begin_new()
 
     def begin_continuing(self) -> Steps[None]:
         """Leave the body if it may not end here and go on in a successor."""
@@ -417,6 +466,7 @@ class Body:
         wait_id = self.mint("wait", on)
         wait = self._find_wait(wait_id)
         if wait is None:
+            self.begin_new()
             yield from self._park(Wait(wait_id, on, correlation_key, self.timeout_at(timeout)))
             raise AssertionError("a first park does not return")
         if not wait.answered:
@@ -444,6 +494,8 @@ class Body:
         wait = self._find_wait(wait_id)
         if wait is None and not always and wake_at <= self.journal.stamp():
             return
+        if wait is None:
+            self.begin_new()
         if wait is None or not wait.answered:
             yield from self._park(Wait(wait_id, ON_TIMER, None, wait.wake_at if wait else wake_at))
             raise AssertionError("a park does not return")
@@ -456,7 +508,7 @@ class Body:
         wait = self._find_wait(wait_id)
         if wait is not None and wait.answered:
             return self.take(wait)
-        self.begin_live()
+        (self.begin_new if wait is None else self.begin_live)()
         wake_at = wait.wake_at if wait else self.timeout_at(timeout)
         while True:
             wakes = yield Io(self.wakes)
@@ -513,7 +565,7 @@ class Body:
             self.served(known.at)
             self._served_decision(known)
             return self.decode(known.value)
-        self.begin_live()
+        self.begin_new()
         inner = Deciding(self.path)
         if takes_arguments(decider):
             value = yield from self._decide_with_steps(decider, context, inner)
@@ -582,7 +634,7 @@ class Body:
         if note in self.journal.fold.noted:
             self.shared.unserved -= 1
             return
-        self.begin_live()
+        self.begin_new()
         self.shared.unserved = 0
         self.journal.record(kind, {"note": note, **fields})
 

@@ -144,7 +144,7 @@ def _await(
     known = _known(body, children, mode, wait_id)
     if known is not None:
         return known
-    body.begin_live()
+    (body.begin_new if wait is None else body.begin_live)()
     # An answered wait says that enough have ended; what came of them is looked up, and recorded, here.
     answered = wait is not None and wait.answered
     wake_at = wait.wake_at if wait else body.timeout_at(timeout)

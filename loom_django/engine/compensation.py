@@ -53,6 +53,7 @@ def _due(body: Body) -> list[Compensation]:
     stopped = body.sealed is not None or body.misuse is not None
     if stopped or body.flow.on_error == "park":
         return []
+    body.shared.undoing = True
     return body.shared.compensations[::-1]
 
 

@@ -20,7 +20,7 @@ from loom_django.engine.start import Started, check_startable, deadline_timer, r
 from loom_django.errors import ExecutionConflictError, InvalidInputError
 from loom_django.kernel.events import AUDIT, TERMINAL, Event, Kind, pack
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.state import Status
+from loom_django.kernel.state import HISTORY_DECISION, Status
 from loom_django.stores.base import Ownership, SequenceOccupied
 
 # Not of the copy's own: it has no parent and no chain, was started by no schedule, and its time begins anew.
@@ -102,7 +102,7 @@ class _Copy:
     ) -> None:
         self.engine = engine
         self.flow = flow
-        self.events = [event for event in events if event.kind not in AUDIT]
+        self.events = [event for event in events if not _is_left_out(event)]
         self.source = events[0].execution_id
         self.fold = _folded(self.source, self.events)
         self.lineage = {
@@ -192,6 +192,11 @@ class _Copy:
         there = (events[0].data.get("options") or {}).get("forked_from") if events else None
         if there is None or any(there.get(name) != self.lineage[name] for name in ("execution", "step")):
             raise ExecutionConflictError(execution_id, "lineage")
+
+
+def _is_left_out(event: Event) -> bool:
+    """Notes of others, and that the source's log was full: how long the copy's may be is told anew."""
+    return event.kind in AUDIT or event.data.get("decision") == HISTORY_DECISION
 
 
 def _folded(execution_id: str, events: Sequence[Event]) -> Fold:

@@ -118,6 +118,8 @@ def perform(
     if frame is not None and frame.settled:
         return _serve(body, frame)
     given = encode_arguments(body, step_id, tool, args, kwargs, within)
+    if frame is None:
+        body.begin_new()
     while True:
         frame = body.journal.fold.frames.get(step_id)
         if frame is not None and frame.status is FrameStatus.IN_DOUBT:

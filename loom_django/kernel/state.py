@@ -58,6 +58,9 @@ ON_BUDGET: Final = "BudgetExhausted"
 GATES: Final = frozenset({ON_DIVERGED, ON_ERROR, ON_POISONED})
 
 
+# A decision under this name says that the body was told that its log is full.
+HISTORY_DECISION: Final = "__loom_history__"
+
 # A decision under this name and a child's id is how that child ended, as its parent has seen it.
 CHILD_DECISION: Final = "__loom_child__:"
 

@@ -1,7 +1,7 @@
 """Removing what ended long ago, with an archive or without one, and never what somebody still needs.
 
 An execution is removed when it is older than its status may be and nothing pins it. A parent and its children are
-a family: what cannot be judged of one of them keeps all of them, and is told. A chain goes together. Each deletion
+a family: what cannot be judged of one of them keeps all of them, and is told. A chain goes together. What a living chain has left behind goes by an age of its own, if it has one. Each deletion
 is a transaction of its own, and is taken back if the log is not the one that was judged and archived.
 """
 
@@ -22,7 +22,7 @@ from loom_django.engine.core import Engine
 from loom_django.errors import OpenTransactionError, StoreUnavailableError
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
-from loom_django.kernel.state import CHILD_DECISION, ON_CHILD, ExecutionState, Status
+from loom_django.kernel.state import ON_CHILD, ExecutionState, Status
 from loom_django.models import Execution
 from loom_django.services import archive as archives
 from loom_django.stores.base import Ended
@@ -40,7 +40,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a pin is asked about: a chain that has ended, as its logs tell; nearly every chain has one member."""
+    """What a pin is asked about: a chain that has ended, as its logs tell; nearly every chain has one member.
+
+    Or a single member of a chain that may live: one that was continued, if such logs have an age of their own.
+    """
 
     members: tuple[ExecutionState, ...]
 
@@ -143,7 +146,7 @@ class _Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Parent:
-    """What a chain needs of its children: the ids whose end it has not recorded yet. None if it has ended."""
+    """What a chain needs of its children: the ids whose end its newest member has not recorded yet."""
 
     needs: frozenset[str]
     problem: _Unreadable | None = None
@@ -182,10 +185,10 @@ class Families:
         """The children that a parent has started and not seen the end of; none once it has ended, or is gone.
 
         A child leaves this set once and for all: with the fact in the parent's log that tells its end, or with
-        the parent's own end. So an old answer is never too small.
+        the end of that log. So an old answer is never too small.
 
         Raises:
-            _Unreadable: its log, or that of a member of its chain.
+            _Unreadable: its log, or that of the newest of its chain.
         """
         known = self._parents.remember(parent, lambda: self._look(parent))
         if known.problem is not None:
@@ -193,26 +196,22 @@ class Families:
         return known.needs
 
     def _look(self, parent: str) -> _Parent:
-        members = [row.id for row in self.engine.store.chain_members(parent)] or [parent]
+        """Of a chain the newest is asked: it cannot wait for what its predecessors have started."""
+        newest = self.engine.store.newest(parent)
         try:
-            states = [state for _, state in map(self.read, members) if state.last_sequence]
+            _, state = self.read(newest.id if newest is not None else parent)
         except _Unreadable as problem:
             return _Parent(frozenset(), problem)
-        if all(state.finished for state in states):
+        if state.finished or not state.last_sequence:
             return _Parent(frozenset())
-        return _Parent(frozenset(_started(states)) | frozenset(_waited_for(states)))
+        handed_on = state.options.get("children", ())
+        return _Parent(frozenset(state.children.keys() - handed_on) | frozenset(_waited_for(state)))
 
 
-def _started(states: Sequence[ExecutionState]) -> set[str]:
-    seen = {name.removeprefix(CHILD_DECISION) for state in states for name in state.decisions}
-    return {child for state in states for child in state.children} - seen
-
-
-def _waited_for(states: Sequence[ExecutionState]) -> Iterator[str]:
-    for state in states:
-        for wait in state.pending_waits:
-            if wait.on == ON_CHILD:
-                yield from wait.children
+def _waited_for(state: ExecutionState) -> Iterator[str]:
+    for wait in state.pending_waits:
+        if wait.on == ON_CHILD:
+            yield from wait.children
 
 
 def pin_parked_children(families: Families) -> Pin:
@@ -295,6 +294,8 @@ class _Run:
                     after = (row.finished_at, row.id)
 
     def _consider(self, row: Ended) -> None:
+        if row.status is Status.CONTINUED and row.id == row.chain:
+            return  # a chain is addressed by its first id for as long as it lives
         self.counts["scanned"] += 1
         unit = self._judge(row)
         if unit is None or self._family_is_broken(row, unit):
@@ -311,9 +312,12 @@ class _Run:
             self._flush()
 
     def _judge(self, row: Ended) -> _Unit | None:
-        """The chain whose newest member this is, with the pin that keeps it; None, and told, if that is unknown."""
+        """The chain whose newest member this is, or the member that it was continued from, by itself; with the pin
+        that keeps it. None, and told, if that is unknown.
+        """
         try:
-            members = [member.id for member in self.store.chain_members(row.id)]
+            alone = row.status is Status.CONTINUED
+            members = [row.id] if alone else [member.id for member in self.store.chain_members(row.id)]
             logs = [self.families.read(member) for member in members]
             finished = Finished(tuple(state for _, state in logs))
             if problem := self._disagreement(row, finished):
@@ -388,7 +392,7 @@ class _Run:
 
     def _is_due(self, row: Ended) -> bool:
         age = self.ages.get(str(row.status))
-        if age is None or row.finished_at is None:
+        if age is None or row.finished_at is None or row.status is Status.CONTINUED:
             return False
         return row.finished_at < self.now - timedelta(seconds=age)
 

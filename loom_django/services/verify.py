@@ -42,11 +42,12 @@ def verify(
             yield Problem(row.pk, f"its log cannot be folded: {exc}")
             continue
         yield from _row(row, state, alias, repair)
+        yield from _chain(engine, state)
         yield from _waits(engine, state, repair)
 
 
 def _row(row: Any, state: ExecutionState, alias: str, repair: bool) -> Iterator[Problem]:
-    wanted = columns(project(state))
+    wanted = {**columns(project(state)), "chain": state.chain}
     wrong = {name: value for name, value in wanted.items() if getattr(row, name) != value}
     for name, value in wrong.items():
         yield Problem(row.pk, f"{name} is {getattr(row, name)!r}, the log says {value!r}", repairable=True)
@@ -65,6 +66,13 @@ def columns(projection: Projection) -> dict[str, Any]:
 
 def _instant(micros: int) -> datetime | None:
     return from_micros(micros) if micros else None
+
+
+def _chain(engine: Engine, state: ExecutionState) -> Iterator[Problem]:
+    """A log that was continued is not the last of its chain; the others may have been removed before it."""
+    newest = engine.store.newest(state.execution_id) if state.successor is not None else None
+    if newest is not None and newest.id == state.execution_id:
+        yield Problem(state.execution_id, f"it was continued as {state.successor}, which is not there")
 
 
 def _waits(engine: Engine, state: ExecutionState, repair: bool) -> Iterator[Problem]:

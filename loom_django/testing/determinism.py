@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from loom_django.definitions import Flow, Tool
 from loom_django.engine import steps
@@ -24,11 +24,11 @@ from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
 from loom_django.engine.unwind import Unwind, Why
-from loom_django.errors import FlowCodeMismatchError
+from loom_django.errors import FlowCodeMismatchError, HistoryLimitError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.state import Wait
+from loom_django.kernel.state import HISTORY_DECISION, Wait
 
 WAY_OUT = (
     "A body must ask for the same each time it is run: read clocks, chance, settings and rows in a tool, or by "
@@ -104,12 +104,17 @@ def _until_last_stop(events: Sequence[Event]) -> Sequence[Event]:
     return events[: last + 1]
 
 
+_FULL: Final = f"{HistoryLimitError.__module__}.{HistoryLimitError.__qualname__}"
+
+
 class _Report:
     """What a replay is compared with, and where it differs."""
 
     def __init__(self, stop: Event) -> None:
         parked = stop.kind == Kind.EXECUTION_SUSPENDED and stop.data.get("reason") != "error"
         self.stop = stop
+        # A body that is parked on that, for its log to be let grow.
+        self.is_full = (stop.data.get("error") or {}).get("type") == _FULL
         self.continues = stop.kind == Kind.EXECUTION_CONTINUED
         self.expected: list[Mapping[str, Any]] = stop.data["waits"] if parked else []
         self.divergence: NonDeterminismError | None = None
@@ -190,6 +195,9 @@ class _FromLog(Body):
         if note not in self.journal.fold.noted:
             self._leave(None, "no such event", f"{kind} at {self.where()}")
 
+    def check_length(self) -> None:
+        """Where a log was full is known by the log."""
+
     def begin_child(self, child_id: str) -> None:
         self._leave(None, "no such child", f"child {child_id!r} at {self.where()}")
 
@@ -229,6 +237,9 @@ class _FromLog(Body):
 
     def _leave(self, step_id: str | None, recorded: str, replayed: str) -> NoReturn:
         self.begin_live()  # a branch of a scope that failed goes as far as the log
+        if self.report.is_full or HISTORY_DECISION in self.journal.fold.decisions:
+            length = self.journal.fold.last_sequence
+            raise HistoryLimitError(self.execution_id, length, self.settings.HISTORY_MAX_EVENTS)
         self._differs(step_id, recorded, replayed)
         raise self.seal(Why.LOST, self.report.divergence)
 

@@ -291,6 +291,75 @@ def test_a_chain_goes_together(world: World) -> None:
     assert there(world, "c", "c~2") == []
 
 
+@pytest.fixture
+def chain(world: World) -> str:
+    """A chain of four whose newest is parked, and which has been so for long; its first three have a child each."""
+    child = child_flow("r.chain.child")
+
+    @flow("r.chain")
+    def body(ctx: FlowContext, number: int) -> Any:
+        if number < 4:
+            ctx.start_child(child.using(execution_id=f"child-{number}"), 1)
+            ctx.continue_as_new(body, number + 1)
+        return ctx.suspend("Go")
+
+    body.using(execution_id="x").start(1)
+    world.shift(OLD)
+    return "x"
+
+
+def test_a_living_chain_is_kept_whole(world: World, chain: str) -> None:
+    """What it has left behind is not old as long as it lives; what it cannot wait for any more may go."""
+    summary = run(world)
+    assert summary.removed == 3
+    assert summary.failures == ()
+    assert there(world, "child-1", "child-2", "child-3") == []
+    world.loom.resume("x", event_type="Go")
+    assert run(world).removed == 0
+    world.shift(OLD)
+    assert run(world).removed == 4
+    assert there(world, "x", "x~2", "x~3", "x~4") == []
+
+
+def test_what_a_living_chain_has_left_behind_may_have_an_age(world: World, chain: str) -> None:
+    """All but its first and its newest member go; it is found, answered, read and awaited as before."""
+    asked: list[frozenset[str]] = []
+    ages = {"CONTINUED": 3600.0}
+    kept = run(
+        world, ages=ages, pins=[lambda finished: bool(asked.append(finished.ids)) or "x~3" in finished.ids]
+    )
+    assert (kept.scanned, kept.removed, len(kept.pinned)) == (2, 1, 1)
+    assert asked == [frozenset({"x~2"}), frozenset({"x~3"})]
+    assert run(world, ages=ages).removed == 1
+    assert there(world, "x", "x~2", "x~3", "x~4") == ["x", "x~4"]
+    assert run(world, ages=ages).scanned == 0
+    handle = world.loom.handle("x")
+    assert handle.status is Status.SUSPENDED
+    if not hasattr(world.engine.store, "_tables"):
+        assert list(verify(world.engine, "default")) == []
+    world.loom.resume("x", event_type="Go", payload="done")
+    assert handle.result(timeout=0) == "done"
+    world.shift(OLD)
+    assert run(world).removed == 5  # three of them children
+    assert there(world, "x", "x~4") == []
+
+
+def test_a_log_whose_successor_is_gone_is_told(world: World, chain: str) -> None:
+    """And so is a row that tells of another chain than its log does."""
+    if hasattr(world.engine.store, "_tables"):
+        pytest.skip("rows of a database")
+    with connection.cursor() as cursor:
+        cursor.execute("delete from loom_execution where id = 'x~4'")
+        cursor.execute("update loom_execution set chain = id where id = 'x~2'")
+    assert sorted((problem.execution_id, problem.what) for problem in verify(world.engine, "default")) == [
+        ("x~2", "chain is 'x~2', the log says 'x'"),
+        ("x~2", "it was continued as x~3, which is not there"),
+        ("x~3", "it was continued as x~4, which is not there"),
+    ]
+    list(verify(world.engine, "default", repair=True))
+    assert [problem.execution_id for problem in verify(world.engine, "default")] == ["x~3"]
+
+
 def test_a_row_that_the_log_contradicts_is_kept(world: World) -> None:
     """The log is the truth: what has not ended by it is told, and left alone."""
     waiting_flow("r.liar").using(execution_id="liar").start("x")
