@@ -143,6 +143,8 @@ TRAPS = [
     ("W102", "ctx.parallel({'a': lambda c: c.run(refund)})"),
     ("W102", "undo = refund\nctx.run(undo)"),
     ("W102", "ctx.decide('plan', planned)"),
+    ("W102", "ctx.agent_loop('a', model=charge, tools=[ship, refund], messages=[])"),
+    ("W102", "ctx.agent_loop('a', model=refund, tools=(ship,), messages=[])"),
     # Chance.
     ("W103", "random.random()"),
     ("W103", "chance.shuffle([])"),
@@ -180,6 +182,7 @@ TRAPS = [
     ("W105", "try:\n    ctx.suspend('A')\nfinally:\n    LOCK.release()"),
     ("W105", "try:\n    x = 1\nexcept StepFailed:\n    ctx.run(charge)\nfinally:\n    ctx.run(ship)"),
     ("W105", "with LOCK:\n    ctx.run(charge)"),
+    ("W105", "with LOCK:\n    ctx.agent_loop('a', model=charge, tools=[ship], messages=[])"),
     ("W105", "with transaction.atomic():\n    ctx.run(charge)"),
     ("W105", "async with LOCK:\n    await ctx.receive('m')"),
     ("W105", "try:\n    ctx.sleep(3)\nexcept BaseException:\n    print('left')\n    raise"),

@@ -171,6 +171,8 @@ class _Body(ast.NodeVisitor):
         elif name == "run_step" and isinstance(first, ast.Constant) and isinstance(first.value, str):
             if not {first.value, first.value.split("#", 1)[0]} & self.flow.steps.keys():
                 self._report_code(rules.UNDECLARED, node)
+        elif name == "agent_loop":
+            self._check_agent(node)
         elif name == "parallel":
             self._note_functions(node, self.branches, decides=False)
         elif name == "decide":
@@ -182,6 +184,16 @@ class _Body(ast.NodeVisitor):
                 self.exempt = before | {rules.WORLD.id}  # the log keeps how long a wait is
             self.visit(child)
             self.exempt = before
+
+    def _check_agent(self, node: ast.Call) -> None:
+        """The model and the tools of an agent loop are steps like others."""
+        for keyword in node.keywords:
+            if keyword.arg not in ("model", "tools"):
+                continue
+            named = keyword.value.elts if isinstance(keyword.value, ast.List | ast.Tuple) else [keyword.value]
+            for part in named:
+                if (tool := self._tool_of(part)) is not None:
+                    self._check_declared(tool, part)
 
     def _note_functions(self, node: ast.Call, role: set[ast.AST], *, decides: bool) -> None:
         given = [*node.args, *(keyword.value for keyword in node.keywords)]

@@ -407,22 +407,25 @@ def test_each_turn_records_what_is_new(world: World) -> None:
 
 
 def test_what_is_told_is_a_copy(world: World) -> None:
-    """A model that changes its messages changes nothing."""
+    """A model that changes what it gets changes nothing, for its next try neither."""
+    got: list[tuple[str, int]] = []
 
-    @tool
+    @tool(retry=RetryPolicy(max_attempts=2, initial_interval=0.001))
     def rude(ctx: StepContext, messages: list[Any], tools: list[Any]) -> ModelTurn:
-        turn = scripted(ctx, list(messages))
-        tools.clear()
+        got.append((messages[0]["content"], len(tools)))
         messages[0]["content"] = "changed"
-        messages.clear()
-        return turn
+        tools.clear()
+        if ctx.attempt == 1:
+            raise ConnectionError
+        return scripted(ctx, messages)
 
     @flow("g.rude", steps=[rude, look], step_families=["agent"])
     def body(ctx: FlowContext) -> Any:
         return ctx.agent_loop("agent", model=rude, tools=[look], messages=HELLO).messages[0]
 
-    script([call("look", what="a")], [call("look", what="b")], "done")
+    script([call("look", what="a")], "done")
     assert body.start().result() == HELLO[0]
+    assert got == [("hello", 1)] * 4
 
 
 # Keys, crashes and doubts.
@@ -493,6 +496,24 @@ def test_a_crash_anywhere(world: World, crash_at: Callable[[str, str], None], st
     world.check(handle.id)
 
 
+def test_what_was_begun_goes_on_as_it_was_begun(world: World, crash_at: Callable[[str, str], None]) -> None:
+    """With the arguments that the log holds, though the loop is not given the tool any more."""
+    script([call("look", what="a")], "done")
+    crash_at("agent#turn:1:tool:1", "in-effect")
+    offered: list[Tool[..., Any]] = [look]
+
+    @flow("g.begun", steps=[model, look], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        result = ctx.agent_loop("agent", model=model, tools=offered, messages=HELLO)
+        return [message["content"] for message in tool_messages(result)]
+
+    handle = body.start()
+    offered.clear()
+    world.shift(timedelta(hours=1))
+    world.recover()
+    assert handle.result(timeout=5) == ["a!"]
+
+
 def test_a_doubt_waits_while_its_siblings_run(world: World) -> None:
     """A fresh attempt has a fresh key behind the digest; the other call is not made again."""
     script([call("wire", euros=1), call("look", what="a")], "done")
@@ -528,6 +549,23 @@ def test_a_budget_that_is_used_up_parks(world: World) -> None:
     assert handle.result().text == "done"
     assert handle.result().used == {"usd": Decimal("0.30")}
     world.check(handle.id)
+
+
+def test_an_answered_budget_is_a_part_of_the_replay(world: World) -> None:
+    """When all that the log holds was asked for, the body replays no longer."""
+    script([call("look", what="a")], "done")
+
+    @flow("g.replays", steps=[model, look], step_families=["agent"])
+    def body(ctx: FlowContext) -> bool:
+        budget = {"usd": Decimal("0.10")}
+        ctx.agent_loop("agent", model=model, tools=[look], messages=HELLO, budget=budget)
+        ctx.suspend("Go")
+        return ctx.is_replaying
+
+    handle = body.start()
+    world.loom.resume(handle.id, event_type="BudgetExhausted", payload={"limit": 1})
+    world.loom.resume(handle.id, event_type="Go")
+    assert handle.result() is False
 
 
 @pytest.mark.parametrize(
@@ -572,7 +610,9 @@ def test_failed_attempts_are_used_too(world: World) -> None:
         return ctx.agent_loop("agent", model=model, tools=[stumbles], messages=HELLO).used
 
     script([call("stumbles")], "done")
-    assert body.start().result() == {"usd": Decimal("3.20")}
+    handle = body.start()
+    assert handle.result() == {"usd": Decimal("3.20")}
+    assert world.state(handle).spent == {("agent", "usd"): Decimal("3.20")}
 
 
 @pytest.mark.parametrize("durability", ["boundary", "deferred"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loom_django import FlowContext, ModelTurn, StepContext, ToolCall, definitions, flow, tool
+from loom_django import FlowContext, ModelTurn, StepContext, ToolCall, definitions, flow, loom, tool
 from loom_django.testing import Harness, NonDeterminismError, crash_sweep
 
 pytestmark = pytest.mark.django_db
@@ -30,6 +30,7 @@ def find_order(ctx: StepContext, number: str) -> int:
 
 
 QUESTIONS: list[str] = []
+LIMITS: dict[str, int] = {}
 
 
 @flow("kit-agent", steps=[ask_model, find_order, give_voucher], step_families=["agent"])
@@ -39,12 +40,14 @@ def support(ctx: FlowContext, question: str) -> str:
         model=ask_model,
         tools=[find_order, give_voucher],
         messages=[{"role": "user", "content": QUESTIONS[0] if QUESTIONS else question}],
+        budget=LIMITS,
     )
     return result.text
 
 
 def answers(ctx: StepContext, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> ModelTurn:
     """Finds the order, gives a voucher and a wrong call for it, and is done."""
+    ctx.meter("usd", 1)
     told = [message["content"] for message in messages if message["role"] == "tool"]
     match len(told):
         case 0:
@@ -88,6 +91,21 @@ def test_no_crash_doubles_a_voucher() -> None:
     report = crash_sweep(scenario)
     assert report.ok, report
     assert len(report.points) == 5 * 5
+
+
+def test_no_crash_loses_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor an answer to it; each park replays, whatever was used since the steps before it."""
+    monkeypatch.setitem(LIMITS, "usd", 1)
+
+    def raised(h: Harness) -> None:
+        scenario(h)
+        for limit in (2, 9):
+            loom.resume("a1", event_type="BudgetExhausted", payload={"limit": limit})
+            h.run()
+
+    report = crash_sweep(raised, points=["before-start", "after-effect", "after-outcome"])
+    assert report.ok, report
+    assert len(report.points) == 3 * 5
 
 
 def test_another_conversation_is_found(loom_harness: Harness) -> None:
