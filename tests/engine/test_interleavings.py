@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,99 +21,15 @@ from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.timers import TimerService
-from loom_django.stores.base import READY, Acquired
+from loom_django.stores.base import READY
+from tests.engine.baton import Baton, Died, Stepped
 from tests.engine.conftest import World
 
 # A party that is let through to its end takes five steps, of seven in the longest schedules.
-STEPS: Final = ("load", "acquire_fence_if", "append")
 LONGEST: Final = 7
 SCHEDULES: Final = [
     "".join(schedule) for length in range(LONGEST + 1) for schedule in itertools.product("AB", repeat=length)
 ]
-
-
-class Died(BaseException):
-    """The process ended here; no handler of the engine's takes it for an error."""
-
-
-class Baton:
-    """A thread that goes on for one step at a time, each up to its next store call, or dies there.
-
-    It waits between store calls only, so it never holds a lock while another one runs.
-    """
-
-    def __init__(self) -> None:
-        self._go = threading.Semaphore(0)
-        self._stands = threading.Semaphore(0)
-        self._dead = False
-        self.over = False
-
-    def wait(self) -> None:
-        """The thread has come to a store call."""
-        self._stands.release()
-        self._go.acquire()
-        if self._dead:
-            raise Died
-
-    def leave(self) -> None:
-        """The thread is through."""
-        self.over = True
-        self._stands.release()
-
-    def await_stand(self) -> None:
-        assert self._stands.acquire(timeout=60), "a step does not end"
-
-    def step(self) -> None:
-        """Let it make its store call, and go on to the next one."""
-        if not self.over:
-            self._go.release()
-            self.await_stand()
-
-    def die(self) -> None:
-        self._dead = True
-        self.step()
-        assert self.over
-
-
-def _pass(_: str) -> None:
-    """Nothing to do at this call."""
-
-
-class Stepped:
-    """A store as one party has it, with somebody who waits, meddles or dies before and after its calls."""
-
-    def __init__(
-        self,
-        store: Any,
-        *,
-        before: Callable[[str], None] = _pass,
-        after: Callable[[str], None] = _pass,
-        conditional: bool = True,
-    ) -> None:
-        self._store = store
-        self._before = before
-        self._after = after
-        self._conditional = conditional
-
-    def __getattr__(self, name: str) -> Any:
-        honest = getattr(self._store, name)
-        if name not in STEPS:
-            return honest
-        if name == "acquire_fence_if" and not self._conditional:
-            honest = self._acquire_anyhow
-
-        def stepped(*args: Any, **kwargs: Any) -> Any:
-            self._before(name)
-            result = honest(*args, **kwargs)
-            self._after(name)
-            return result
-
-        return stepped
-
-    def _acquire_anyhow(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired:
-        """What a store would do that looks at nothing."""
-        taken = self._store.acquire_fence(execution_id)
-        return Acquired(taken, self._store.read(execution_id)[-1].sequence)
 
 
 class Party:
@@ -306,6 +221,26 @@ def receiving(world: World) -> str:
     return "x"
 
 
+def awaiting(world: World) -> str:
+    """An execution that waits for a child, which has ended and left its re-drive row; nobody was told."""
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("i.child")
+    def child(ctx: FlowContext) -> str:
+        return "hello"
+
+    @flow("i.awaits")
+    def body(ctx: FlowContext) -> Any:
+        return ctx.await_child(ctx.start_child(child))
+
+    told, world.engine.woken = world.engine.woken, lambda execution_id: None
+    body.using(execution_id="x").start()
+    run_ready(world)
+    run_ready(world)
+    world.engine.woken = told
+    return "x"
+
+
 def run_ready(world: World) -> None:
     store = world.engine.store
     claims = store.claim_ready(owner="w", token=random_token(), ttl=60, limit=9, known=world.engine.known())
@@ -325,6 +260,7 @@ def dying(world: World, call: str, *, after: bool) -> Engine:
     return replace(world.engine, store=store)
 
 
+@pytest.mark.parametrize(("waiting", "messages"), [(receiving, 1), (awaiting, 0)], ids=["message", "child"])
 @pytest.mark.parametrize(
     ("call", "after", "token", "answered"),
     [
@@ -336,15 +272,22 @@ def dying(world: World, call: str, *, after: bool) -> Engine:
     ],
 )
 def test_a_delivery_that_dies_is_done_by_its_redrive_row(
-    world: World, call: str, after: bool, token: int, answered: int
+    world: World,
+    call: str,
+    after: bool,
+    token: int,
+    answered: int,
+    waiting: Callable[[World], str],
+    messages: int,
 ) -> None:
-    """The message and the answer land together or not at all, and once; no pass of recovery runs."""
-    execution_id = receiving(world)
+    """What has come and the answer land together or not at all, and once; no pass of recovery runs."""
+    execution_id = waiting(world)
     base = world.engine.store.fence(execution_id)
     with pytest.raises(Died):
         answers.deliver(dying(world, call, after=after), execution_id, READY)
     kinds = world.kinds(execution_id)
-    assert (kinds.count("MESSAGE_CONSUMED"), kinds.count("EXECUTION_RESUMED")) == (answered, answered)
+    told = kinds.count("MESSAGE_CONSUMED"), kinds.count("EXECUTION_RESUMED")
+    assert told == (answered * messages, answered)
     assert world.engine.store.fence(execution_id) == base + token
     service = TimerService(world.engine, lambda: world.loom.dispatcher)
     while service.tick():
@@ -352,7 +295,7 @@ def test_a_delivery_that_dies_is_done_by_its_redrive_row(
     run_ready(world)
     assert world.loom.handle(execution_id).result() == "hello"
     kinds = world.kinds(execution_id)
-    assert (kinds.count("MESSAGE_CONSUMED"), kinds.count("EXECUTION_RESUMED")) == (1, 1)
+    assert (kinds.count("MESSAGE_CONSUMED"), kinds.count("EXECUTION_RESUMED")) == (messages, 1)
     assert world.engine.store.timers(execution_id) == []
     world.check(execution_id)
 
