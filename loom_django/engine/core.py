@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from loom_django.conf import LoomSettings
 from loom_django.definitions import Registry
+from loom_django.engine.watch import Watch
 from loom_django.errors import FlowDivergenceError
 from loom_django.kernel.events import Event
 from loom_django.stores.base import Known, Ownership, Store
@@ -110,6 +111,7 @@ class Engine:
     # Has an execution looked at that a commit of this process has just woken; after the commit. Both only make
     # it quicker: a row says what is to be done.
     woken: Callable[[str], None] = _nobody_told
+    watch: Watch = field(default_factory=Watch)
     # Points at which the testing kit stops a run as a crash would; nobody else sets it.
     crash_point: Callable[[str, str, str], None] | None = None
     # Tools that the testing kit answers for.

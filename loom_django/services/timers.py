@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from loom_django.engine import answers
-from loom_django.engine.core import Engine
+from loom_django.engine.core import Engine, to_micros
 from loom_django.errors import (
     FlowCodeMismatchError,
     RedriveExhaustedError,
@@ -97,7 +97,11 @@ class TimerService:
             answers.expire(self.engine, row.execution_id)
             store.retire(row.execution_id, row.wake_at, claimed=row)
             return
-        woken = self._wake(row)
+        woken = False
+        if row.redrive is None or not self.engine.watch.waits_on(
+            self.engine, row.execution_id, at=to_micros(row.wake_at)
+        ):
+            woken = self._wake(row)
         if row.redrive is not None and not woken:
             woken = self._redrive(row.execution_id)
         if row.redrive is not None or not woken:

@@ -1,0 +1,217 @@
+"""What a thousand children of one parent cost: its log stays as long as it must be, and no end reads it all."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final
+
+import pytest
+
+from loom_django import FlowContext, WaitTimedOut, flow
+from loom_django.engine.core import random_token
+from loom_django.engine.run import run_execution
+from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.timers import TimerService
+from tests.engine.conftest import World
+
+# A thousand when this was written.
+CHILDREN: Final = 100
+
+# Rows that are read, and calls to the store, for each end at most. To look at all of them at each end is 200 and more.
+ROWS: Final = 40
+CALLS: Final = 12
+
+
+class Counted:
+    """A store that counts its calls, and the rows that they return."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.calls: Counter[str] = Counter()
+        self.rows: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        honest = getattr(self._store, name)
+        if not callable(honest):
+            return honest
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = honest(*args, **kwargs)
+            self.calls[name] += 1
+            rows = getattr(result, "events", result)
+            if isinstance(rows, list | tuple | dict | set):
+                self.rows[name] += len(rows)
+            return result
+
+        return counted
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.rows.clear()
+
+
+@pytest.fixture
+def counted(world: World, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    monkeypatch.undo()  # the projection is checked after every append elsewhere
+    world.loom.dispatcher = WorkerDispatcher()
+    world.engine.draw = random.Random(7).random
+    store = Counted(world.engine.store)
+    world.engine.store = store  # type: ignore[assignment]
+    return store
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["at-once", "by-the-loop"])
+def test_an_end_costs_as_much_among_many_as_among_few(world: World, counted: Counted, told: bool) -> None:
+    """Whoever ends, in whatever order: a few rows are read, but for the few ends at which all is looked at.
+
+    The parent is woken once, and its log holds a start and an outcome for each child and no event more.
+    """
+
+    @flow("m.child")
+    def child(ctx: FlowContext, number: int) -> int:
+        return number
+
+    @flow("m.parent")
+    def parent(ctx: FlowContext) -> int:
+        return sum(ctx.await_children([ctx.start_child(child, number) for number in range(CHILDREN)]))
+
+    engine = world.engine
+    if not told:
+        engine.woken = lambda execution_id: None
+    timers = TimerService(engine, lambda: world.loom.dispatcher)
+    parent.using(execution_id="p").start()
+    run(world, "p")
+    counted.clear()
+    order = [f"p/m.child#{number + 1}" for number in range(CHILDREN)]
+    random.Random(3).shuffle(order)
+    for execution_id in order:
+        run(world, execution_id)
+        while timers.tick():
+            pass
+    ends = Counter(counted.rows), Counter(counted.calls)
+    run(world, "p")
+
+    assert world.loom.handle("p").result() == sum(range(CHILDREN))
+    kinds = Counter(world.kinds("p"))
+    assert kinds == {
+        "EXECUTION_STARTED": 1,
+        "CHILD_STARTED": CHILDREN,
+        "EXECUTION_SUSPENDED": 1,
+        "EXECUTION_RESUMED": 1,
+        "DECISION_RECORDED": CHILDREN,
+        "EXECUTION_COMPLETED": 1,
+    }
+    assert engine.store.timers("p") == []
+    rows, calls = ends
+    read = rows["load"] + rows["read"] + rows["ended"]
+    assert read < ROWS * CHILDREN, rows
+    assert calls["load"] + calls["read"] + calls["ended"] + calls["append"] < CALLS * CHILDREN, calls
+
+
+def run(world: World, execution_id: str) -> None:
+    store, token = world.engine.store, random_token()
+    assert store.claim(execution_id, owner="w", token=token, ttl=600)
+    run_execution(world.engine, execution_id, token=token, fence=store.fence(execution_id) or None)
+
+
+def test_what_is_remembered_of_a_park_is_forgotten_with_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at the child that is remembered, a new park, and a log begun anew: each is looked at whole."""
+    monkeypatch.undo()
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("m.waits")
+    def child(ctx: FlowContext) -> Any:
+        return ctx.suspend("Go")
+
+    @flow("m.twice")
+    def parent(ctx: FlowContext) -> Any:
+        children = [ctx.start_child(child) for _ in range(4)]
+        return [ctx.await_children(children[:2]), ctx.await_children(children[2:])]
+
+    parent.using(execution_id="p").start()
+    run(world, "p")
+    names = [f"p/m.waits#{number + 1}" for number in range(4)]
+    for name in names:
+        run(world, name)
+    watch = world.engine.watch
+    for number, name in enumerate((names[2], names[1], names[0], names[3])):
+        world.loom.resume(name, event_type="Go", payload=number)
+        run(world, name)
+        # The third end is the last that the first wait is on; the second wait has one child left then.
+        if number == 2:
+            assert not watch.waits_on(world.engine, "p")
+            run(world, "p")
+            assert world.state("p").parked
+        elif number < 2:
+            assert watch.waits_on(world.engine, "p")
+    run(world, "p")
+    assert world.loom.handle("p").result() == [[2, 1], [0, 3]]
+    assert not watch.waits_on(world.engine, "p")
+
+
+def test_only_so_many_parents_are_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The latest ones; the others are looked at whole, and woken all the same."""
+    monkeypatch.setattr("loom_django.engine.watch.MOST", 2)
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("m.one")
+    def child(ctx: FlowContext) -> Any:
+        return ctx.suspend("Go")
+
+    @flow("m.pair")
+    def parent(ctx: FlowContext) -> Any:
+        return ctx.await_children([ctx.start_child(child) for _ in range(2)])
+
+    for name in ("a", "b", "c"):
+        parent.using(execution_id=name).start()
+        run(world, name)
+        for number in (1, 2):
+            run(world, f"{name}/m.one#{number}")
+        world.loom.resume(f"{name}/m.one#1", event_type="Go", payload=name)
+        run(world, f"{name}/m.one#1")
+    assert [world.engine.watch.waits_on(world.engine, name) for name in "abc"] == [False, True, True]
+    for name in ("a", "b", "c"):
+        world.loom.resume(f"{name}/m.one#2", event_type="Go", payload=name)
+        run(world, f"{name}/m.one#2")
+        run(world, name)
+        assert world.loom.handle(name).result() == [name, name]
+
+
+def test_a_remembered_wait_has_its_timeout_and_what_comes_after_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A re-drive that falls on the very instant does not swallow it; and the next wait is not taken for that one."""
+    monkeypatch.undo()
+    world.loom.dispatcher = WorkerDispatcher()
+
+    @flow("m.slow")
+    def child(ctx: FlowContext) -> Any:
+        return ctx.suspend("Go")
+
+    @flow("m.patient")
+    def parent(ctx: FlowContext) -> Any:
+        children = [ctx.start_child(child) for _ in range(2)]
+        try:
+            return ctx.await_children(children, timeout=timedelta(hours=1))
+        except WaitTimedOut:
+            return ctx.receive("m")
+
+    parent.using(execution_id="p").start()
+    for name in ("p", "p/m.slow#1", "p/m.slow#2"):
+        run(world, name)
+    world.loom.resume("p/m.slow#1", event_type="Go")
+    run(world, "p/m.slow#1")
+    store = world.engine.store
+    assert world.engine.watch.waits_on(world.engine, "p")
+    [timeout] = [row for row in store.timers("p") if row.redrive is None]
+    store.schedule(replace(timeout, redrive=0))
+    world.advance(timedelta(hours=1))
+    run(world, "p")
+    world.loom.send("p", "m", "late")
+    run(world, "p")
+    assert world.loom.handle("p").result() == "late"
