@@ -21,6 +21,7 @@ from loom_django.engine.steps import InLoop
 from loom_django.errors import InvalidInputError, StepFailed, shown
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Encoded, Kind
+from loom_django.kernel.failures import bounded
 from loom_django.kernel.tool_schema import arguments_of
 from loom_django.kernel.turns import AgentResult, ModelTurn, StopReason, ToolCall
 
@@ -31,6 +32,9 @@ _REFUSED: Final = "__loom_refused__:"
 UNKNOWN_TOOL: Final = "UnknownTool"
 INVALID_ARGUMENTS: Final = "InvalidArguments"
 MAX_TURNS: Final = "MaxTurns"
+
+# What a model is told of its arguments, in bytes at most; it has chosen their names.
+MAX_WHY_BYTES: Final = 2000
 
 # Of a digest, so many hexadecimal digits stand in a key.
 _DIGITS: Final = 32
@@ -176,11 +180,11 @@ class _Loop:
     def _problem(self, call: ToolCall) -> tuple[str, str] | None:
         tool = self.tools.get(call.name)
         if tool is None:
-            return UNKNOWN_TOOL, f"there is no tool {call.name!r}; the tools are {', '.join(self.tools)}"
+            return UNKNOWN_TOOL, f"there is no tool {shown(call.name)}; the tools are {', '.join(self.tools)}"
         try:
             self._arguments(tool, call)
         except InvalidInputError as exc:
-            return INVALID_ARGUMENTS, str(exc)
+            return INVALID_ARGUMENTS, bounded(str(exc), MAX_WHY_BYTES)
         return None
 
     @staticmethod

@@ -658,6 +658,37 @@ def test_branches_of_one_loop_share_a_budget(world: World) -> None:
     assert all(len(keys) == 1 for keys in KEYS.values())
 
 
+def test_an_answer_that_comes_while_the_body_runs_is_kept(world: World) -> None:
+    """Another wait of the park was answered; the loop finds its limit when it comes to its own."""
+    script([call("look", what="a")], "done")
+
+    @tool
+    def asks_for_more(ctx: StepContext) -> None:
+        more = {"limit": Decimal("0.05")}
+        with pytest.raises(InvalidInputError, match=r"above the 0\.10 that are used"):
+            world.loom.resume(ctx.execution_id, event_type="BudgetExhausted", payload=more)
+        world.loom.resume(ctx.execution_id, event_type="BudgetExhausted", payload={"limit": 1})
+
+    @flow("g.kept", steps=[model, look, asks_for_more], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        def talks(inner: FlowContext) -> str:
+            budget = {"usd": Decimal("0.10")}
+            return inner.agent_loop("agent", model=model, tools=[look], messages=HELLO, budget=budget).text
+
+        def pays(inner: FlowContext) -> None:
+            inner.suspend("Go")
+            inner.run(asks_for_more)
+
+        return ctx.parallel({"talks": talks, "pays": pays})
+
+    handle = body.start()
+    assert {wait.on for wait in world.state(handle).pending_waits} == {"BudgetExhausted", "Go"}
+    world.loom.resume(handle.id, event_type="Go")
+    assert handle.result(timeout=5) == {"talks": "done", "pays": None}
+    assert "MESSAGE_CONSUMED" in world.kinds(handle.id)
+    world.check(handle.id)
+
+
 def test_a_flow_cannot_wait_for_a_budget_itself(world: World) -> None:
     """The name is the loop's."""
 
