@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -96,12 +97,19 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     else:
         request.getfixturevalue("transactional_db")
         store = store_for(conf.get_settings().DATABASE)
+    watch_projection(store, monkeypatch)
+    with world_over(store) as made:
+        yield made
+
+
+@contextmanager
+def world_over(store: Any) -> Iterator[World]:
+    """A runtime over a store, in the place of the configured one; the flows that are declared meanwhile are forgotten."""
     loom = Loom(store, keeper=NoKeeper())
     before = definitions._bound_runtime
     definitions.bind_runtime(lambda: loom)
     known = set(definitions.registry.highest())
     made = World(loom)
-    watch_projection(store, monkeypatch)
     yield made
     for flow_id in set(definitions.registry.highest()) - known:
         definitions.registry.forget(flow_id)
