@@ -6,7 +6,7 @@ refuses it, and says who answered and when.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, NoReturn, get_args
@@ -16,6 +16,7 @@ from loom_django.engine import budgets, children, doubt, kept, moves
 from loom_django.engine.body import message_fields
 from loom_django.engine.code import flow_for, target_of
 from loom_django.engine.core import Engine, from_micros, to_micros
+from loom_django.engine.doubt import park_fields
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import (
     ATTEMPTS,
@@ -38,6 +39,7 @@ from loom_django.kernel import codec
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import (
+    GATES,
     ON_CHILD,
     ON_MESSAGE,
     ON_VERDICT,
@@ -280,8 +282,30 @@ def _answer(
         "principal": principal,
         "reason": reason or None,
     }
+    return _resumed(journal, wait, fields, ownership)
+
+
+def _resumed(
+    journal: Journal,
+    wait: Wait,
+    fields: Mapping[str, Any],
+    ownership: Ownership,
+    messages: tuple[int, ...] = (),
+) -> Landing:
+    """Record the answer to a wait of the park, and have the body run.
+
+    A verdict beside a gate settles its effect; the body does not run before the gate is opened.
+    """
+    fold = journal.fold
+    others = [other for other in fold.pending_waits() if other.id != wait.id]
+    at_gate = any(other.on in GATES for other in others)
+    reason, park = fold.reason, fold.park_sequence or 0
     journal.record(Kind.EXECUTION_RESUMED, fields)
-    return Landing(ownership, timers_off=_timer_of(wait))
+    if at_gate:
+        (parked,) = journal.engine.store.read(fold.execution_id, after=park - 1, limit=1)
+        journal.record(Kind.EXECUTION_SUSPENDED, park_fields(reason, others, parked.data.get("error")))
+        ownership = NOBODY
+    return Landing(ownership, timers_off=_timer_of(wait), messages=messages)
 
 
 def _timer_of(wait: Wait) -> tuple[datetime, ...]:
@@ -706,8 +730,7 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
                     fields = kept.fields_of(wait, message)
                     journal.record(Kind.MESSAGE_CONSUMED, fields)
                     resumed = {name: fields[name] for name in ("wait", "event", "principal", "reason")}
-                    journal.record(Kind.EXECUTION_RESUMED, resumed)
-                    return Landing(ownership, timers_off=_timer_of(wait), messages=(message.number,))
+                    return _resumed(journal, wait, resumed, ownership, (message.number,))
                 continue
             for message in engine.store.inbox(fold.chain, str(wait.correlation_key)):
                 if message.number in fold.messages:

@@ -23,6 +23,7 @@ from loom_django.engine.outside import Appended
 from loom_django.engine.run import Ended, run_execution
 from loom_django.engine.start import Started
 from loom_django.errors import OpenTransactionError
+from loom_django.kernel.state import Status
 from loom_django.stores.base import READY, Lease, Ownership
 
 log = logging.getLogger("loom_django.dispatch")
@@ -237,8 +238,8 @@ class TasksDispatcher:
 
 
 def hand_on(engine: Engine, dispatcher: Dispatcher, appended: Appended, ticket: Ticket) -> None:
-    """Have an execution run whose park was just answered, once that is committed."""
-    if appended.events:
+    """Have an execution run whose park was just answered, once that is committed; not one that stays at a gate."""
+    if appended.events and appended.journal.fold.status is Status.RUNNING:
         journal = appended.journal
         engine.store.on_commit(lambda: dispatcher.dispatch(journal.execution_id, ticket, journal))
 

@@ -626,6 +626,13 @@ def test_an_effect_in_doubt_can_be_settled_at_the_gate(world: World) -> None:
     made.func = lambda ctx: ctx.parallel({"pay": wire.bind(), "wait": lambda ctx: ctx.suspend("go")})
     world.loom.resume("y", event_type="go")
     assert [wait.on for wait in handle.waits] == ["__loom_diverged__", "EffectInDoubtResolved"]
+    error = world.loom.history("y")[-1].data["error"]
+    world.loom.resolve("y", "wire#1.pay", "completed-with-result", output=None)
+    assert [wait.on for wait in handle.waits] == GATE
+    assert world.loom.history("y")[-1].data["error"] == error
+    made.func = body
+    world.loom.retry_diverged("y")
+    assert handle.status is Status.COMPLETED
 
 
 def test_the_queryset_of_diverged_executions(world: World) -> None:

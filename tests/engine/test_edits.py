@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loom_django import FlowContext, StepContext, flow, tool
+from loom_django.definitions import Divergence
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import ON_DIVERGED, FrameStatus, Status
@@ -45,7 +46,7 @@ class Edits(RuleBasedStateMachine):
         self.dropped: list[Op] = []
         self.numbers = 0
         self.edited = False
-        self.mode = "fail"
+        self.mode: Divergence = "fail"
         # Of the run that is under way: what the log held when it began, and what the body has asked for since.
         self.held: dict[str, int] = {}
         self.asked: set[str] = set()
@@ -116,7 +117,7 @@ class Edits(RuleBasedStateMachine):
         kinds=st.lists(st.sampled_from(["step", "step", "wait", "scope", "decide"]), min_size=2, max_size=6),
     )
     @precondition(lambda self: not self.body)
-    def start(self, mode: str, kinds: Sequence[str]) -> None:
+    def start(self, mode: Divergence, kinds: Sequence[str]) -> None:
         self.mode = mode
         self.body = [self.made(kind, 1 if kind in ("step", "wait") else 2) for kind in kinds]
         called = self.called
@@ -126,7 +127,7 @@ class Edits(RuleBasedStateMachine):
             return called(ctx.step_id, ctx.attempt)
 
         self.work = work
-        flow("edits", steps=[work], divergence=mode)(self.play)  # type: ignore[call-overload]
+        flow("edits", steps=[work], divergence=mode)(self.play)
         self.world.loom.start("edits", execution_id="x")
 
     def is_at(self, *on: str) -> bool:

@@ -972,12 +972,14 @@ def test_a_gate_beside_an_open_doubt_leaves_what_the_flow_waits_for(world: World
     run_ready(world)
     assert [wait.on for wait in handle.waits] == ["__loom_error__", "EffectInDoubtResolved"]
     world.loom.resume("x", event_type="Z", payload="z")
-    verdict(world, "right#1.right")  # wakes the body too, which fails again
-    run_ready(world)
+    error = world.loom.history("x")[-1].data["error"]
+    verdict(world, "right#1.right")  # settles the effect; the body waits for its own answer
+    assert not run_ready(world)
     assert [wait.on for wait in handle.waits] == ["__loom_error__"]
+    assert world.loom.history("x")[-1].data["error"] == error
     assert [wait.id for wait in world.state("x").waits.values() if wait.pending] == [
         "wait[1.z]:Z#1",
-        "error#2",
+        "error#1",
     ]
     broken.clear()
     world.loom.retry_error("x")
@@ -985,6 +987,33 @@ def test_a_gate_beside_an_open_doubt_leaves_what_the_flow_waits_for(world: World
     assert handle.result() == {
         "x": "x", "z": "z", "left": "left#1.left by hand", "right": "right#1.right by hand"
     }  # fmt: skip
+    world.check("x")
+
+
+def test_a_verdict_that_was_kept_leaves_the_gate_shut(world: World) -> None:
+    """It was given while the body ran, which then came to the gate: it settles its effect, and wakes nobody."""
+    world.loom.dispatcher = WorkerDispatcher()
+    broken: list[bool] = []
+
+    @flow("f.kept.gate", steps=[left, right], on_error="park")
+    def body(ctx: FlowContext) -> dict[str, Any]:
+        if broken:
+            raise ValueError("broken")
+        return ctx.parallel({"left": left.bind(), "right": right.bind()})
+
+    handle = in_doubt(world, body, "left#1.left", "right#1.right")
+    for step in ("left#1.left", "right#1.right"):
+        verdict(world, step)
+    broken.append(True)
+    run_ready(world)
+    assert [wait.on for wait in handle.waits] == ["__loom_error__", "EffectInDoubtResolved"]
+    answers.deliver(world.engine, "x", READY)
+    assert [wait.on for wait in handle.waits] == ["__loom_error__"]
+    assert not run_ready(world)
+    broken.clear()
+    world.loom.retry_error("x")
+    run_ready(world)
+    assert handle.result() == {"left": "left#1.left by hand", "right": "right#1.right by hand"}
     world.check("x")
 
 
