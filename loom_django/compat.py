@@ -186,6 +186,14 @@ def runs_no_task(backend: Any) -> str:
     return ""
 
 
+def shared_connection(alias: str) -> Any:
+    """A connection in autocommit, never out of a pool, that threads may use one after the other; not open yet."""
+    connection = _unpooled(alias)
+    connection.settings_dict["AUTOCOMMIT"] = True
+    connection.inc_thread_sharing()
+    return connection
+
+
 @contextmanager
 def connection_apart(alias: str) -> Iterator[Any]:
     """A connection that is nobody else's, in autocommit, never out of a pool; closed afterwards."""

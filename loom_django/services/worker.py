@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
@@ -102,6 +103,7 @@ class WorkerService:
         self._condition = threading.Condition()
         self._claims: queue.SimpleQueue[Claimed | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._shared = ExitStack()  # while bodies run, those that append at the same time share commits
 
     @property
     def running(self) -> int:
@@ -199,6 +201,8 @@ class WorkerService:
         self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
         self._claims.put(claim)
         if short:
+            if not self._threads:
+                self._shared.enter_context(self.engine.store.grouping())
             thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -255,6 +259,7 @@ class WorkerService:
             self._claims.put(None)
         for thread in self._threads:
             thread.join()
+        self._shared.close()
         return True
 
 

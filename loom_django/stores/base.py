@@ -377,6 +377,12 @@ class EventStore(Protocol):
             RowLocked: only where the connection has a ``lock_timeout``.
         """
 
+    def grouping(self) -> AbstractContextManager[None]:
+        """Inside it, appends that several threads make at the same time land in shared commits, each by itself.
+
+        An append in an open transaction is the caller's as ever.
+        """
+
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         """Land several executions' commits, each by itself: None where it landed, else why not.
 

@@ -148,6 +148,11 @@ class MemoryStore:
             outcomes.append(outcome)
         return outcomes
 
+    @contextmanager
+    def grouping(self) -> Iterator[None]:
+        """Nothing is gained by it."""
+        yield
+
     def _landed(self, commit: Commit) -> bool:
         log = self._tables.logs[commit.execution_id]
         there = log[commit.first_sequence - 1 : commit.first_sequence - 1 + len(commit.events)]

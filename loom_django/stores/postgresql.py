@@ -30,7 +30,7 @@ from loom_django.stores.base import (
     SequenceOccupied,
     Stale,
 )
-from loom_django.stores.postgresql_append import document, parts_of, text_of
+from loom_django.stores.postgresql_append import Parts, document, parts_of, text_of
 from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes
@@ -258,6 +258,8 @@ class PostgresStore(SqlStore):
         [*SHARED.values(), *SCHEDULES.values(), *RETENTION.values(), *OWN.values()], WORDS
     )
 
+    _writer: _Writer | None = None
+
     # How a statement gets to the server.
 
     def _run(self, name: str, parameters: Mapping[str, Any]) -> list[Row]:
@@ -404,6 +406,17 @@ class PostgresStore(SqlStore):
 
     # Appends.
 
+    def _land_group(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        if self._writer is None:
+            self._writer = _Writer(self.alias, give_up=self.give_up)
+        self._writer.sleep, self._writer._shift = self.sleep, self._shift
+        return self._writer.append_many(commits)
+
+    def _end_group(self) -> None:
+        if self._writer is not None:
+            self._writer.connection.close()
+            self._writer = None
+
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
         landed = iter(self._land_at_once([commit for commit in commits if not commit.after_end]))
         return [self._land_note(commit) if commit.after_end else next(landed) for commit in commits]
@@ -494,7 +507,7 @@ class PostgresStore(SqlStore):
         Raises:
             StoreUnavailableError: the database stayed away.
         """
-        parts = parts_of(commits, self._shift)
+        parts = self._parts_of(commits)
         text = text_of(replace(parts, lock=True, fences=True) if with_fences else parts)
         parameters = [document(commits, self._shift)]
         if compat.open_transaction(self.connection):
@@ -513,6 +526,9 @@ class PostgresStore(SqlStore):
                         raise StoreUnavailableError(attempts=backoff.attempts) from error
                 else:
                     raise
+
+    def _parts_of(self, commits: Sequence[Commit]) -> Parts:
+        return parts_of(commits, self._shift)
 
     def _send_inside(self, text: str, parameters: list[str]) -> set[str]:
         """In a caller's transaction, which a refusal must not break: behind a savepoint of its own."""
@@ -578,6 +594,21 @@ class PostgresStore(SqlStore):
 
     def transaction(self) -> AbstractContextManager[Any]:
         return transaction.atomic(using=self.alias)
+
+
+class _Writer(PostgresStore):
+    """Appends for a group, on a connection that is nobody else's; rows that others hold it does not wait for."""
+
+    def __init__(self, alias: str, *, give_up: float) -> None:
+        super().__init__(alias, give_up=give_up)
+        self._connection = compat.shared_connection(alias)
+
+    @property
+    def connection(self) -> Any:
+        return self._connection
+
+    def _parts_of(self, commits: Sequence[Commit]) -> Parts:
+        return replace(super()._parts_of(commits), brief=True)
 
 
 @cache

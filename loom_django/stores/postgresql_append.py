@@ -32,6 +32,8 @@ from loom_django.stores.base import Commit
 from loom_django.stores.sql import dumps, row_of, timer_row, timers_off
 from loom_django.stores.statements import UPSERT_TIMER
 
+BRIEF: Final = "200ms"
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -41,7 +43,8 @@ class Parts:
     the answer is refused. NO KEY UPDATE and not SHARE: two who share a row would wait for each other when
     each goes on to write it, and a row that nobody goes on to write is that of one execution, of whose
     answers one lands anyhow, so that there is nothing to share. ``fences``: fence rows are written. ``groups``: commits that land together.
-    ``owners``: somebody else is to run an execution then. ``fresh``: some are starts.
+    ``owners``: somebody else is to run an execution then. ``fresh``: some are starts. ``brief``: a row that somebody
+    else holds is waited for no longer than :data:`BRIEF`, and then the statement fails with lock_not_available.
     """
 
     lock: bool = False
@@ -53,6 +56,7 @@ class Parts:
     timers_off: bool = False
     messages: bool = False
     shift: bool = False
+    brief: bool = False
 
 
 def parts_of(commits: Sequence[Commit], shift: timedelta) -> Parts:
@@ -114,7 +118,10 @@ _UPDATES: Final = ", ".join(f"{name} = excluded.{name}" for name in _TOLD)
 @cache
 def text_of(parts: Parts) -> str:
     """The statement of these parts."""
-    steps = ["d as materialized (select * from json_to_recordset($1::json) as d(" + _record(parts) + "))"]
+    # Ahead of the first row, so before any lock; for this transaction only, so it is no state of a connection.
+    brief = f"where (select set_config('lock_timeout', '{BRIEF}', true)) is not null" if parts.brief else ""
+    rows = f"select * from json_to_recordset($1::json) as d({_record(parts)}) {brief}"
+    steps = [f"d as materialized ({rows})"]
     steps += _guard_with_fences(parts) if parts.fences else _guard(parts)
     steps += [_LOGGED, _told(parts)]
     done = "told"

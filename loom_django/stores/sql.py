@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ from loom_django.stores.base import (
     ParkFences,
     QueueClaim,
     QueueLimits,
+    RowLocked,
     SequenceOccupied,
     Stale,
     TimerRow,
@@ -46,6 +48,7 @@ from loom_django.stores.base import (
     WakesMoved,
 )
 from loom_django.stores.batches import Batches, Seat
+from loom_django.stores.group import AppendGroup
 from loom_django.stores.retention import RetentionCalls
 from loom_django.stores.schedules import ScheduleCalls
 from loom_django.stores.statements import SHARED, Statement
@@ -103,6 +106,9 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         self.alias = alias
         self.give_up = give_up
         self.sleep: Callable[[float], None] = time.sleep
+        self._grouping = threading.Lock()
+        self._groupers = 0
+        self._group: AppendGroup | None = None
         self._shift = timedelta()
         self._offset: float | None = None
         self._measured_at = 0.0  # by the monotonic clock
@@ -139,9 +145,41 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
 
     def append(self, commit: Commit) -> None:
         _check(commit)
-        refused = self._land([commit])[0]
+        group = self._group_for(commit)
+        refused = self._land([commit])[0] if group is None else group.land(commit)
+        if group is not None and isinstance(refused, RowLocked):
+            refused = self._land([commit])[0]  # it waits by itself, and holds nobody up
         if refused is not None:
             raise refused
+
+    def _group_for(self, commit: Commit) -> AppendGroup | None:
+        """What the commit may go with others in: not a caller's transaction, nor a note that needs one of its own."""
+        group = self._group
+        if group is None or not group.usable or commit.after_end or compat.open_transaction(self.connection):
+            return None
+        return group
+
+    @contextmanager
+    def grouping(self) -> Iterator[None]:
+        with self._grouping:
+            self._groupers += 1
+            if self._group is None:
+                self._group = AppendGroup(self._land_group)
+        try:
+            yield
+        finally:
+            with self._grouping:
+                self._groupers -= 1
+                if not self._groupers:
+                    self._group = None
+                    self._end_group()
+
+    def _land_group(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        """Land what a group appends, each by itself; what waits for a lock of others is let fall."""
+        return self.append_many(commits)
+
+    def _end_group(self) -> None:
+        """Nothing is appended in a group any more."""
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = [None] * len(commits)

@@ -1078,6 +1078,22 @@ class EventStoreConformance(StoreConformance):
         assert isinstance(outcomes[0], ValueError)
         assert outcomes[1] is None
 
+    def test_appends_of_a_group_land_each_by_itself(self) -> None:
+        """What threads append at the same time lands, but for what is refused, which fails nobody else."""
+        logs = [self.running() for _ in range(16)]
+        occupied, stale = logs[3], logs[8]
+        self.store.append(occupied.fork().commit())
+        self.store.acquire_fence(stale.id)
+
+        def append(place: int) -> str:
+            return _outcome(lambda: self.store.append(logs[place].commit()))
+
+        with self.store.grouping():
+            outcomes = self.in_threads(16, append)
+        told = {id(occupied): "SequenceOccupied", id(stale): "StaleFenceError"}
+        assert outcomes == [told.get(id(log), "landed") for log in logs]
+        assert [len(self.store.read(log.id)) for log in logs] == [1 if log is stale else 2 for log in logs]
+
     def test_none_is_nothing(self) -> None:
         """No commits, no outcomes."""
         assert self.store.append_many([]) == []

@@ -24,8 +24,8 @@ from tests.chaos.flows import abandoned, sleeper
 from tests.chaos.site import Site, eventually
 from tests.crash.kit import check_history
 
-# Threads of a worker with a connection of their own, beside those of its bodies: the loop's and the renewal's.
-OWN_CONNECTIONS = 4
+# A worker's connections beside those of its bodies: the loop's, the renewal's, those of notices, that of shared appends.
+OWN_CONNECTIONS = 5
 IDLE = 5.0
 
 

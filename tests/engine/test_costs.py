@@ -5,13 +5,21 @@ The work is that of ``benchmarks/``; what it takes in time is told there.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from django.db import connection
 
 from benchmarks import fences
 from benchmarks.counts import Counts
 from benchmarks.frame import Bench, Case, shape
+from loom_django import FlowContext, StepContext, flow, tool
 from loom_django.engine.core import NoKeeper
+from loom_django.kernel.state import Status
+from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.worker import WorkerService
 from loom_django.stores import store_for
 from loom_django.stores.memory import MemoryStore
 
@@ -86,3 +94,47 @@ def test_a_fence_that_nobody_took_costs_nothing() -> None:
     with connection.cursor() as cursor:
         cursor.execute("select count(*) from loom_fence where execution_id = %s", [key])
         assert cursor.fetchone() == (0,)
+
+
+MANY = 64
+together = threading.Barrier(MANY)
+
+
+@tool
+def meet(ctx: StepContext) -> None:
+    together.wait(timeout=60)
+
+
+@flow("costs.meets", steps=[meet])
+def meets(ctx: FlowContext) -> None:
+    together.wait(timeout=60)
+    ctx.run(meet)
+
+
+def test_bodies_that_run_at_the_same_time_share_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of 64 bodies that all append at once: far fewer commits than appends, and no group is left."""
+    store: Any = store_for("default")
+    bench = Bench(store, keeper=NoKeeper())
+    bench.loom.dispatcher = WorkerDispatcher()
+    ids = [bench.loom.start(meets).id for _ in range(MANY)]
+    sizes: list[int] = []
+    land = store._land_group
+
+    def counted(commits: Sequence[Any]) -> Any:
+        sizes.append(len(commits))
+        return land(commits)
+
+    monkeypatch.setattr(store, "_land_group", counted)
+    freed = threading.Semaphore(0)
+    worker = WorkerService(bench.engine, concurrency=MANY, on_free=freed.release)
+    while worker.claimed < MANY:
+        worker.tick()
+    for _ in range(MANY):
+        assert freed.acquire(timeout=60)
+    assert worker.drain(60)
+    assert {store.status(key) for key in ids} == {Status.COMPLETED}
+    assert (
+        sum(sizes) >= 2 * MANY
+    )  # the markers and the ends; outcomes go by themselves where a tool took its time
+    assert len(sizes) <= MANY // 4
+    assert store._group is None

@@ -1,0 +1,100 @@
+"""Appends that are made at the same time land together: one statement and one commit for many executions.
+
+There is no timer and no smallest batch. Whoever appends while nobody else does goes at once, in its own thread; what
+comes meanwhile queues, and goes together as soon as that is answered. One of those who wait takes it for all of them,
+so there is no thread that could die, nothing to drain, and no hand-over where only one body runs.
+
+A thread waits for its append and has never two in the queue, so none overtakes another of its execution.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from loom_django.stores.base import Commit
+
+Land = Callable[[Sequence[Commit]], list[Exception | None]]
+
+
+class _Seat:
+    """A commit that waits; its thread is called when the outcome is there, or when it is to go ahead."""
+
+    __slots__ = ("_called", "commit", "landed", "outcome")
+
+    def __init__(self, commit: Commit) -> None:
+        self.commit = commit
+        self.landed = False
+        self.outcome: Exception | None = None
+        self._called = threading.Lock()
+        self._called.acquire()
+
+    def wait(self) -> None:
+        self._called.acquire()
+
+    def call(self) -> None:
+        self._called.release()
+
+
+class AppendGroup:
+    """Lands what several threads append; ``land`` is called by one of them at a time."""
+
+    def __init__(self, land: Land) -> None:
+        self._land = land
+        self._lock = threading.Lock()
+        self._queue: list[_Seat] = []
+        self._ahead: _Seat | None = None  # whose thread lands what has queued
+        self._pid = os.getpid()
+
+    @property
+    def usable(self) -> bool:
+        """False in a forked child, which has none of the threads that may be in here."""
+        return self._pid == os.getpid()
+
+    def land(self, commit: Commit) -> Exception | None:
+        """Land a commit, with whatever else has queued by then; None if it landed, else why not."""
+        seat = _Seat(commit)
+        with self._lock:
+            self._queue.append(seat)
+            first = self._ahead is None
+            if first:
+                self._ahead = seat
+        try:
+            if not first:
+                seat.wait()
+            if not seat.landed:
+                self._land_queued(seat)
+        except BaseException:  # a signal, in the main thread: nobody may be left waiting for this one
+            with self._lock:
+                if seat in self._queue:
+                    self._queue.remove(seat)
+            self._leave(seat)
+            raise
+        return seat.outcome
+
+    def _land_queued(self, seat: _Seat) -> None:
+        with self._lock:
+            batch, self._queue = self._queue, []
+        try:
+            outcomes = self._land([one.commit for one in batch])
+        except BaseException:
+            with (
+                self._lock
+            ):  # nobody knows what came of them: the others are sent again, as after a lost connection
+                self._queue[:0] = batch
+            raise
+        for one, outcome in zip(batch, outcomes, strict=True):
+            one.outcome, one.landed = outcome, True
+        self._leave(seat)  # so that the next batch is on its way before those of this one go on
+        for one in batch:
+            if one is not seat:
+                one.call()
+
+    def _leave(self, seat: _Seat) -> None:
+        """Let the next one go ahead, if this one was to."""
+        with self._lock:
+            if self._ahead is seat:
+                self._ahead = self._queue[0] if self._queue else None
+                if self._ahead is not None:
+                    self._ahead.call()
