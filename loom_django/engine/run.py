@@ -72,7 +72,7 @@ def run_execution(
 
     Args:
         fence: the fencing token to present; None if the execution was never fenced.
-        journal: the log as this process has just written it, to spare the read.
+        journal: the log as this process has just written or read it, to spare the read.
         stop: set when the process is to end.
 
     Raises:

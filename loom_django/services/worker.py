@@ -20,15 +20,20 @@ from typing import Any, Final
 from loom_django.conf import DEFAULT_QUEUE, Queue
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.drive import abandoned
+from loom_django.engine.outside import open_journal
 from loom_django.engine.run import run_execution
+from loom_django.kernel.events import Event
 from loom_django.services.dispatch import run_logged
 from loom_django.services.loop import soonest
 from loom_django.services.notices import GAP
-from loom_django.stores.base import Claimed, QueueLimits, Store
+from loom_django.stores.base import Claimed, Loaded, QueueLimits, Store
 
 log = logging.getLogger("loom_django.worker")
 
 BATCH: Final = 50
+
+# Logs of at most so many events are read together, for all that one claim has brought.
+SHORT: Final = 64
 
 # Threads whose tool outlived its timeout; above this a worker ends, since they can only be ended with it.
 MAX_ABANDONED: Final = 32
@@ -101,7 +106,7 @@ class WorkerService:
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
         self._held: dict[Claimed, str | None] = {}  # with its queue, where that counts
         self._condition = threading.Condition()
-        self._claims: queue.SimpleQueue[Claimed | None] = queue.SimpleQueue()
+        self._claims: queue.SimpleQueue[tuple[Claimed, list[Event] | None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._shared = ExitStack()  # while bodies run, those that append at the same time share commits
 
@@ -148,8 +153,9 @@ class WorkerService:
             room = 0 if self.draining.is_set() else self._room(lane)
             if room > 0:
                 claims = self._claim(lane, room)
+                logs = self._short_logs(claims)
                 for claim in claims:
-                    self._submit(claim, _counted(lane))
+                    self._submit(claim, logs.get(claim.execution_id), _counted(lane))
                 more |= len(claims) >= room and self._room(lane) > 0
         return more
 
@@ -192,14 +198,22 @@ class WorkerService:
             self.again_at = again_at if self.again_at is None else min(self.again_at, again_at)
         return taken.claims
 
-    def _submit(self, claim: Claimed, queue: str | None = None) -> None:
+    def _short_logs(self, claims: Sequence[Claimed]) -> Mapping[str, list[Event]]:
+        """The logs of what was claimed, as far as they are short, so that not every body asks for its own."""
+        try:
+            return self.engine.store.read_short([claim.execution_id for claim in claims], most=SHORT)
+        except Exception as exc:
+            log.debug("each body reads its own log: %s", exc)  # what was claimed is run all the same
+            return {}
+
+    def _submit(self, claim: Claimed, events: list[Event] | None = None, queue: str | None = None) -> None:
         with self._condition:
             self._held[claim] = queue
             self.claimed += 1
             short = len(self._held) > len(self._threads)
         # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
         self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
-        self._claims.put(claim)
+        self._claims.put((claim, events))
         if short:
             if not self._threads:
                 self._shared.enter_context(self.engine.store.grouping())
@@ -210,8 +224,8 @@ class WorkerService:
     def _serve(self) -> None:
         """Run bodies one after the other; the thread's connection is kept between them and closed at its end."""
         try:
-            while (claim := self._claims.get()) is not None:
-                self._run(claim)
+            while (taken := self._claims.get()) is not None:
+                self._run(*taken)
         except BaseException:
             # Its claim stays among those that are held: the process ends, and hands it back.
             self.broken = True
@@ -220,16 +234,21 @@ class WorkerService:
         finally:
             self.engine.store.close_connections()
 
-    def _run(self, claim: Claimed) -> None:
+    def _run(self, claim: Claimed, events: list[Event] | None) -> None:
         store = self.engine.store
+        journal = None
         try:
             store.close_old_connections()
+            if events:
+                loaded = Loaded(tuple(events), claim.fence, 0)
+                journal = open_journal(self.engine, loaded, fence=claim.fence or None)
             run_logged(
                 lambda: run_execution(
                     self.engine,
                     claim.execution_id,
                     token=claim.token,
                     fence=claim.fence or None,
+                    journal=journal,
                     stop=self.draining,
                 ),
                 claim.execution_id,

@@ -393,6 +393,9 @@ class EventStore(Protocol):
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:
         """The log in order, from ``after + 1``; all of it unless ``limit`` is given."""
 
+    def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
+        """Several whole logs in one go, those with at most so many events; the others are left out."""
+
     def load(self, execution_id: str, *, after: int = 0) -> Loaded:
         """The log with token and wakes; those are read first, so a rival's move is refused, not missed."""
 

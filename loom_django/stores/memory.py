@@ -222,6 +222,11 @@ class MemoryStore:
             log = self._tables.logs[execution_id]
             return log[after : None if limit is None else after + limit]
 
+    def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
+        with self._lock:
+            logs = {key: self.read(key) for key in ids}
+            return {key: log for key, log in logs.items() if 0 < len(log) <= most}
+
     def load(self, execution_id: str, *, after: int = 0) -> Loaded:
         with self._lock:
             fence = self._fence_row(execution_id)

@@ -20,7 +20,7 @@ from django.db import Error, transaction
 
 from loom_django import compat
 from loom_django.errors import OpenTransactionError, StaleFenceError, StoreUnavailableError
-from loom_django.kernel.events import Kind
+from loom_django.kernel.events import Event, Kind
 from loom_django.stores.base import (
     APPEND_RETRIES,
     Acquired,
@@ -33,7 +33,7 @@ from loom_django.stores.base import (
 from loom_django.stores.postgresql_append import Parts, document, parts_of, text_of
 from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
-from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes
+from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes, dumps
 from loom_django.stores.statements import (
     ANSWERS,
     LANES,
@@ -77,6 +77,17 @@ OWN: Final = named(
         "notify", "There may be something to do.", f"select pg_notify('{CHANNEL}', '')", repeatable=True
     ),
     Statement("now", "The store's clock.", "select $time($now)", repeatable=True),
+    Statement(
+        "read_short",
+        "The beginnings of several logs. The limit keeps the planner from a join that reads the whole table.",
+        """
+        select ids.id, e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel, $time(e.recorded_at)
+        from $ids cross join lateral (
+            select * from loom_event where execution_id = ids.id order by sequence limit %(limit)s
+        ) e order by 1, 2
+        """,
+        repeatable=True,
+    ),
     Statement(
         "acquire_fences",
         "The fences of a batch that was just claimed, in order of id.",
@@ -320,7 +331,13 @@ class PostgresStore(SqlStore):
                 return cause.sqlstate is None or cause.sqlstate.startswith(_LOST)
         return False
 
-    # Fences.
+    # Logs and fences.
+
+    def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
+        logs: dict[str, list[Event]] = {}
+        for key, *row in self._run("read_short", {"ids": dumps(list(ids)), "limit": most + 1}) if ids else ():
+            logs.setdefault(key, []).append(self._event(key, *row))
+        return {key: log for key, log in logs.items() if len(log) <= most}
 
     def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
         """As the contract has it, in one round trip, or two in a caller's transaction."""

@@ -250,11 +250,24 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:
         limited = NO_LIMIT if limit is None else limit
         rows = self._run("read", {"id": execution_id, "after": after, "limit": limited})
-        moment = self._time
-        return [
-            Event(execution_id, sequence, kind, body, fence, writer, is_kernel, moment(recorded_at))
-            for sequence, kind, body, fence, writer, is_kernel, recorded_at in rows
-        ]
+        return [self._event(execution_id, *row) for row in rows]
+
+    def _event(
+        self,
+        execution_id: str,
+        sequence: int,
+        kind: str,
+        body: str,
+        fence: int | None,
+        writer: int,
+        is_kernel: bool,
+        recorded_at: Any,
+    ) -> Event:
+        return Event(execution_id, sequence, kind, body, fence, writer, is_kernel, self._time(recorded_at))
+
+    def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
+        logs = {key: self.read(key, limit=most + 1) for key in ids}
+        return {key: log for key, log in logs.items() if 0 < len(log) <= most}
 
     def load(self, execution_id: str, *, after: int = 0) -> Loaded:
         token, wakes = self._fence_row(execution_id)
@@ -391,7 +404,7 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         return {
             key: None
             if sequence is None
-            else Event(newest, sequence, kind, body, fence, writer, is_kernel, self._time(recorded_at))
+            else self._event(newest, sequence, kind, body, fence, writer, is_kernel, recorded_at)
             for key, newest, sequence, kind, body, fence, writer, is_kernel, recorded_at in rows
         }
 

@@ -1094,6 +1094,15 @@ class EventStoreConformance(StoreConformance):
         assert outcomes == [told.get(id(log), "landed") for log in logs]
         assert [len(self.store.read(log.id)) for log in logs] == [1 if log is stale else 2 for log in logs]
 
+    def test_short_logs_are_read_together(self) -> None:
+        """Whole logs of at most so many events; a longer one and one that is not there are left out."""
+        short, exact, long = self.running(), self.running(), self.running()
+        self.store.append(exact.commit())
+        self.store.append(long.commit(Kind.STEP_STARTED, Kind.STEP_COMPLETED))
+        logs = self.store.read_short([long.id, exact.id, short.id, self.log().id], most=2)
+        assert logs == {log.id: self.store.read(log.id) for log in (short, exact)}
+        assert self.store.read_short([], most=2) == {}
+
     def test_none_is_nothing(self) -> None:
         """No commits, no outcomes."""
         assert self.store.append_many([]) == []

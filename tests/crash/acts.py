@@ -246,7 +246,7 @@ def break_bodies() -> None:
     """From now on a thread of this process that runs bodies dies when it has one."""
     from loom_django.services.worker import WorkerService
 
-    def run(self: Any, claim: Any) -> None:
+    def run(self: Any, claim: Any, events: Any) -> None:
         raise MemoryError("no more")
 
     WorkerService._run = run  # type: ignore[method-assign]
