@@ -228,7 +228,7 @@ class Fold:
                 change = {"status": FrameStatus.FAILED, "error": verdict["error"]}
         if change["status"] != FrameStatus.FRESH:
             change |= {"finished_at": event.data["at"], "finished_sequence": event.sequence}
-        self._put(replace(frame, **change))
+        self._put(frame._replace(**change))
 
     def _timer_fired(self, event: Event, data: Mapping[str, Any]) -> None:
         wait = self.waits.get(data["wait"])
@@ -325,13 +325,12 @@ class Fold:
 
     def _settle(self, event: Event, data: Mapping[str, Any], **change: Any) -> None:
         frame = self.frames[data["step"]]
-        self._put(replace(frame, finished_at=data["at"], finished_sequence=event.sequence, **change))
+        self._put(frame._replace(finished_at=data["at"], finished_sequence=event.sequence, **change))
 
     def _step_retrying(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames[data["step"]]
         self._put(
-            replace(
-                frame,
+            frame._replace(
                 status=FrameStatus.RETRYING,
                 failures=frame.failures + 1,
                 generation=frame.generation + (1 if data.get("fresh_key") else 0),
@@ -343,8 +342,7 @@ class Fold:
     def _in_doubt(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames[data["step"]]
         self._put(
-            replace(
-                frame,
+            frame._replace(
                 status=FrameStatus.IN_DOUBT,
                 in_doubt_sequence=event.sequence,
                 cause=data.get("cause", ""),
@@ -355,7 +353,7 @@ class Fold:
         frame = self.frames.get(data["step"])
         # What an earlier attempt returned says nothing of this one.
         if frame is not None and data.get("attempt", frame.attempts) == frame.attempts:
-            self._put(replace(frame, late=(*frame.late, data)))
+            self._put(frame._replace(late=(*frame.late, data)))
 
     def _decided(self, event: Event, data: Mapping[str, Any]) -> None:
         if self.status == Status.PENDING:
@@ -391,7 +389,7 @@ class Fold:
     def _outcome(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames.get(data.get("step", ""))
         if frame is not None and frame.status is FrameStatus.IN_DOUBT:
-            self._put(replace(frame, status=FrameStatus.NOTED, finished_at=data["at"]))
+            self._put(frame._replace(status=FrameStatus.NOTED, finished_at=data["at"]))
 
     def _application_event(self, event: Event) -> None:
         note = event.data.get("note")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from loom_django.kernel.keys import idempotency_key, successor_id
 
@@ -74,9 +74,8 @@ def is_reserved(on: str) -> bool:
     return on in (ON_VERDICT, ON_CHILD) or on.startswith("__loom_")
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """What is known of one step."""
+class Frame(NamedTuple):
+    """What is known of one step. A tuple, since a long log makes many thousands of them at each resume."""
 
     step_id: str
     tool: str
