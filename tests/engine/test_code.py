@@ -21,6 +21,8 @@ from loom_django.errors import (
 from loom_django.kernel import hashing
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import Frame, FrameStatus, Status, Wait
+from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.worker import WorkerService
 from loom_django.stores.base import NOBODY, NewExecution
 from tests.engine.conftest import World
 
@@ -517,3 +519,108 @@ def test_a_wait_behind_a_gate_is_not_answered_by_a_move(world: World) -> None:
     with pytest.raises(ResumeRefusedError, match="stands before a gate"):
         world.loom.resume_as(handle.id, body, event_type="B")
     assert world.kinds(handle.id) == before
+
+
+def test_of_a_move_and_an_answer_one_wins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that lands behind the move's look: the park is over, and nothing of the move is written."""
+    handle, new = renamed(world, "move.race")
+    report = moves.report
+    park = world.loom.parked_at_sequence(handle.id)
+
+    def beaten(fold: Fold, target: Any) -> Any:
+        monkeypatch.setattr(moves, "report", report)
+        world.loom.resume(handle.id, event_type="Go", allow_flow_code_mismatch=True)
+        return report(fold, target)
+
+    monkeypatch.setattr(moves, "report", beaten)
+    with pytest.raises(ResumeRefusedError) as refused:
+        world.loom.resume_as(handle.id, new, event_type="Go", fence_if_parked_at=park)
+    assert refused.value.reason == "not-suspended"
+    [moved] = world.loom.history(handle.id, kinds=["EXECUTION_MIGRATED"])
+    assert moved.data["strategy"] == "operator-ack"
+
+
+def test_what_is_taken_up_behind_the_look_is_not_moved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker claims it between the look at its holder and the append: it is looked at again, and is held."""
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = parked("move.claimed", steps=[effect]).start()
+    store = world.engine.store
+    held = store.held
+
+    def claimed_after(execution_id: str) -> Any:
+        monkeypatch.setattr(store, "held", held)
+        before = held(execution_id)
+        [claim] = store.claim_ready(owner="w", token=7, ttl=60, limit=1, known=world.engine.known())
+        assert claim.execution_id == execution_id
+        return before
+
+    monkeypatch.setattr(store, "held", claimed_after)
+    with pytest.raises(ResumeRefusedError, match="w holds it"):
+        world.loom.resume_as(handle.id, "move.claimed")
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED"]
+
+
+def test_what_waits_to_be_begun_says_why_and_can_be_moved(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a deploy a worker takes it, leaves it alone and says so with the ways out; the move is one of them."""
+    world.loom.dispatcher = WorkerDispatcher()
+    handle = parked("code.pending", steps=[effect]).start()
+    redeclare("code.pending", version=2)
+
+    def work() -> None:
+        worker = WorkerService(world.engine, concurrency=1)
+        worker.tick()
+        with worker._condition:
+            assert worker._condition.wait_for(lambda: not worker._held, 20)
+        assert worker.drain(20) is True
+
+    work()
+    assert handle.status == Status.PENDING
+    assert refused_by_its_log(caplog, handle.id)
+    world.loom.resume_as(handle.id, "code.pending")
+    world.shift(timedelta(minutes=11))
+    work()
+    assert handle.status == Status.SUSPENDED
+    assert world.state(handle).version == 2
+
+
+def test_a_successor_is_held_to_the_code_that_is_registered_when_it_begins(world: World) -> None:
+    """So continue_as_new is where a chain changes its code without anybody's act."""
+
+    def body(ctx: FlowContext, rounds: int) -> Any:
+        ctx.suspend("Go")
+        return ctx.continue_as_new("code.chain", rounds - 1) if rounds else "over"
+
+    handle = flow("code.chain", code_fingerprint="one")(body).start(1)
+    definitions.registry.forget("code.chain")
+    flow("code.chain", steps=[effect], code_fingerprint="two", compatible_with=["one"])(body)
+    world.loom.resume_as(handle.id, "code.chain", event_type="Go")
+    successor = world.state(f"{handle.id}~2")
+    assert successor.code_hash == "two"
+    assert successor.graph == {"steps": {"effect": ""}}
+
+
+def test_a_move_to_the_same_code_says_that_what_it_skips_is_meant(world: World) -> None:
+    """The hash is body-blind: what diverged is moved where it is, and may go on."""
+
+    def old(ctx: FlowContext) -> str:
+        ctx.run(effect)
+        ctx.suspend("Go")
+        return "old"
+
+    def new(ctx: FlowContext) -> str:
+        ctx.suspend("Go")
+        return "new"
+
+    declared: dict[str, Any] = {"steps": [effect], "divergence": "fail"}
+    handle = flow("move.diverged", **declared)(old).start()
+    definitions.registry.forget("move.diverged")
+    target = flow("move.diverged", **declared)(new)
+    world.loom.resume(handle.id, event_type="Go")
+    assert world.state(handle).reason == "diverged"
+    world.loom.retry_diverged(handle.id)
+    assert world.state(handle).reason == "diverged"
+    world.loom.resume_as(handle.id, target, reason="skipped on purpose")
+    world.loom.retry_diverged(handle.id)
+    assert handle.result() == "new"
