@@ -43,8 +43,8 @@ def text_of(response: object) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", content.decode())).replace("&#x27;", "'")
 
 
-def parked() -> dict[str, object]:
-    flows.ask.using(execution_id="x").start()
+def parked(rounds: int = 1) -> dict[str, object]:
+    flows.ask.using(execution_id="x").start(rounds=rounds)
     return {**MOVE, "park": loom.parked_at_sequence("x")}
 
 
@@ -92,14 +92,16 @@ def test_what_does_not_pass_is_refused_unless_somebody_vouches_for_it(console):
 
 def test_a_stale_form_and_a_slip_append_nothing(console):
     """A park that is over is refused; a payload without an answer is told at its field."""
-    given = {**parked(), "stage": "confirm"}
+    given = {**parked(rounds=2), "stage": "confirm"}
     slip = console.post(url("execution_move", "x"), {**given, "payload": "7"})
     assert "A payload goes with an answer only." in text_of(slip)
     unknown = console.post(url("execution_move", "x"), {**given, "target": "nobody@1"})
     assert unknown.status_code == 200
     loom.resume("x", event_type="Approval")
     before = kinds("x")
-    assert console.post(url("execution_move", "x"), given).status_code == 409
+    stale = console.post(url("execution_move", "x"), given)
+    assert stale.status_code == 409
+    assert f"not at {given['park']}" in text_of(stale)
     assert kinds("x") == before
 
 

@@ -343,8 +343,9 @@ def test_a_replay_check_tells_what_the_target_does_not_declare(world: World) -> 
     flow("move.b", version=3, steps=[effect], step_families=["/tool[.]/"])(same)
     flow("move.b", version=4, step_families=["effect", "tool.search"])(same)
     flow("move.b", version=5)(same)
-    reports = [world.loom.replay_check(handle.id, "move.b", version=n) for n in (2, 3, 4, 5)]
-    assert [report.ok for report in reports] == [False, True, True, False]
+    flow("move.b", version=6, steps=[effect, named])(without)
+    reports = [world.loom.replay_check(handle.id, "move.b", version=n) for n in (2, 3, 4, 5, 6)]
+    assert [report.ok for report in reports] == [False, True, True, False, False]
     assert (reports[0].vanished, reports[0].unbound) == ((("tool.search", 1),), ("other",))
     assert reports[3].vanished == (("effect", 3), ("tool.search", 1))
     before = world.kinds(handle.id)
@@ -404,7 +405,7 @@ def test_what_sleeps_is_moved_without_an_answer_and_wakes_in_time(world: World) 
     assert world.kinds(handle.id)[-1] == "EXECUTION_MIGRATED"
     assert handle.status == Status.SUSPENDED
     world.advance(timedelta(seconds=1))
-    assert handle.result() == "awake"
+    assert handle.status == Status.COMPLETED
 
 
 def test_what_came_for_the_old_code_is_delivered_after_the_move(world: World) -> None:
@@ -499,6 +500,23 @@ def test_a_move_before_a_gate_leaves_the_gate_to_its_own_act(world: World) -> No
     world.loom.resume_as(handle.id, "move.gate", reason="the bug is fixed")
     world.loom.retry_error(handle.id)
     assert handle.result() == "fixed"
+
+
+def test_a_wait_that_is_open_while_the_body_is_to_run_is_not_answered_by_a_move(world: World) -> None:
+    """A resume would be kept for it; a move has nowhere to keep its code."""
+
+    @flow("move.open")
+    def body(ctx: FlowContext) -> None:
+        ctx.parallel({"a": lambda ctx: ctx.suspend("A"), "b": lambda ctx: [ctx.suspend("B")]})
+
+    handle = body.start()
+    world.loom.dispatcher = WorkerDispatcher()
+    world.loom.resume(handle.id, event_type="A")
+    before = world.kinds(handle.id)
+    with pytest.raises(ResumeRefusedError, match="when it has parked") as refused:
+        world.loom.resume_as(handle.id, body, event_type="B")
+    assert refused.value.reason == "not-suspended"
+    assert world.kinds(handle.id) == before
 
 
 def test_a_wait_behind_a_gate_is_not_answered_by_a_move(world: World) -> None:
