@@ -121,6 +121,7 @@ def renew_connections() -> None:
     for connection in connections.all(initialized_only=True):
         if connection.in_atomic_block or connection.connection is None:
             continue
+        connection.queries_log.clear()  # what DEBUG keeps of each statement, a request's start would drop
         if connection.settings_dict["CONN_MAX_AGE"] == 0 and not connection.errors_occurred:
             connection.health_check_enabled = True
             connection.health_check_done = False
