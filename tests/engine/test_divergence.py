@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from loom_django import AsyncFlowContext, EffectInDoubt, FlowContext, StepContext, flow, signals, tool
+from loom_django import (
+    AsyncFlowContext,
+    EffectInDoubt,
+    FlowContext,
+    ModelTurn,
+    StepContext,
+    ToolCall,
+    flow,
+    signals,
+    tool,
+)
 from loom_django.engine import body as engine_body
 from loom_django.errors import DefinitionError, ResumeRefusedError, StepFailed
 from loom_django.kernel.state import Status
@@ -560,6 +570,46 @@ def test_what_was_done_before_a_migration_is_exempt(world: World) -> None:
     execution.deploy(lambda ctx: (ctx.suspend("go"), ctx.suspend("more")))
     execution.go_on("more")
     assert execution.error["expected"] == ["c"]
+
+
+def test_a_move_is_a_way_out_of_the_gate(world: World) -> None:
+    """Moved without an answer it still stands there; then its own call has it run under the new code."""
+    execution = Edited(world, first)
+    execution.deploy(skips_before_a_step)
+    execution.go_on()
+    world.loom.resume_as("x", execution.flow, strategy="operator-ack")
+    assert (execution.parked_on, RAN) == (GATE, ["a", "b"])
+    world.loom.retry_diverged("x")
+    assert (execution.handle.status, RAN) == (Status.COMPLETED, ["a", "b", "d"])
+
+
+def test_an_agent_loop_is_watched_as_all_steps_are(world: World, crash_at: Crash) -> None:
+    """A crash in one of its calls is no divergence; a body without the loop is one."""
+
+    @tool
+    def model(ctx: StepContext, messages: list[Any], tools: list[Any]) -> ModelTurn:
+        calls = (ToolCall("1", "a", {}), ToolCall("2", "b", {}))
+        return ModelTurn("hm", calls) if len(messages) == 1 else ModelTurn("done", ())
+
+    def body(ctx: FlowContext) -> None:
+        ctx.agent_loop("agent", model=model, tools=[A, B], messages=[{"role": "user", "content": "go"}])
+        ctx.suspend("go")
+
+    made = flow("d.agent", steps=[model, A, B, C], step_families=["agent"], divergence="fail")(body)
+    crash_at("agent#turn:1:tool:2", "in-effect")
+    handle = made.using(execution_id="x").start()
+    world.shift(timedelta(hours=1))
+    world.recover()
+    assert [wait.on for wait in handle.waits] == ["go"]
+    made.func = lambda ctx: ctx.run(C)
+    world.loom.resume("x", event_type="go")
+    assert world.loom.history("x")[-1].data["error"]["expected"] == [
+        "agent#turn:1",
+        "agent#turn:1:tool:1",
+        "agent#turn:1:tool:2",
+        "agent#turn:2",
+    ]
+    assert "c" not in RAN
 
 
 # Around it.
