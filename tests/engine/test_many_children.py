@@ -21,7 +21,7 @@ from tests.engine.conftest import World
 CHILDREN: Final = 100
 
 # Rows that are read, and calls to the store, for each end at most. To look at all of them at each end is 200 and more.
-ROWS: Final = 40
+ROWS: Final = 60
 CALLS: Final = 12
 
 
