@@ -29,10 +29,11 @@ from loom_django.admin.filters import FlowFilter, NeedsMeFilter, SubjectFilter, 
 from loom_django.admin.search import ExactSearch, attribute_is
 from loom_django.admin.show import VIEW_PAYLOAD, Viewer
 from loom_django.definitions import registry
-from loom_django.engine.code import Recorded
-from loom_django.errors import ExecutionNotFoundError, OperatorDeniedError
+from loom_django.engine.code import Recorded, flow_for
+from loom_django.errors import ExecutionNotFoundError, FlowCodeMismatchError, OperatorDeniedError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event
+from loom_django.kernel.fold import Fold
 from loom_django.models import Execution, Fence, Timer
 from loom_django.runtime import loom
 from loom_django.services import operators
@@ -234,6 +235,8 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
                 if execution_id is not None
             ],
             timers=[self._timer(timer, page) for timer in page.timers],
+            left_alone="" if page.state.finished else _left_alone(page),
+            versions_url=self.url("loom_versions"),
             acts=[
                 (view.title, self.execution_url(execution.pk, view.suffix))
                 for view in self._acts(page, operator)
@@ -346,6 +349,15 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             execution=execution,
             permission=error.permission,
         )
+
+
+def _left_alone(page: ExecutionPage) -> str:
+    """Why no code of this process goes on with an execution; '' if one does."""
+    try:
+        flow_for(loom.engine, Fold(page.state))
+    except FlowCodeMismatchError as exc:
+        return show.printable(str(exc))
+    return ""
 
 
 def _sequence(text: str | None) -> int | None:

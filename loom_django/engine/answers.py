@@ -435,7 +435,7 @@ class _Move:
     def land(self) -> Appended:
         for _ in range(ATTEMPTS):
             try:
-                if self._is_to_be_run():
+                if self._may_be_idle(self.engine.store.status(self.execution_id)):
                     return append_note(self.engine, self.execution_id, self._of_idle, unchanged=True)
                 fences = self.park_sequence is not None
                 return answer_park(self.engine, self.execution_id, self._of_parked, fences=fences)
@@ -446,18 +446,14 @@ class _Move:
                 raise ResumeRefusedError(self.execution_id, "no-such-wait", detail) from None
         raise ResumeContendedError(self.execution_id, ATTEMPTS)
 
-    def _is_to_be_run(self) -> bool:
-        if self.answer is not None or self.park_sequence is not None:
-            return False
-        return self.engine.store.status(self.execution_id) in (Status.PENDING, Status.RUNNING)
+    def _may_be_idle(self, status: Status | None) -> bool:
+        """Tell whether it can be moved as one that is to be run: nobody has asked for a park."""
+        asked = self.answer is not None or self.park_sequence is not None
+        return not asked and status in (Status.PENDING, Status.RUNNING)
 
     def _of_parked(self, journal: Journal) -> Landing:
         fold = journal.fold
-        if (
-            self.answer is None
-            and self.park_sequence is None
-            and fold.status in (Status.PENDING, Status.RUNNING)
-        ):
+        if self._may_be_idle(fold.status):
             raise _BegunMeanwhile
         event_type = self.answer[0] if self.answer is not None else None
         _check_parked(self.engine, fold, event_type, self.correlation_key, self.park_sequence)

@@ -105,6 +105,19 @@ def test_a_stale_form_and_a_slip_append_nothing(console):
     assert kinds("x") == before
 
 
+def test_the_page_of_an_execution_says_why_nobody_goes_on_with_it(console):
+    """With what changed and the ways out, for as long as it has not ended."""
+    parked()
+    assert "Pin:" not in text_of(console.get(url("execution_change", "x")))
+    definitions.registry.forget("ask")
+    flow("ask", version=4)(_without_label)
+    text = text_of(console.get(url("execution_change", "x")))
+    assert "step 'label' is gone" in text
+    assert "Pin:" in text
+    loom.cancel("x")
+    assert "Pin:" not in text_of(console.get(url("execution_change", "x")))
+
+
 def test_the_versions_page_tells_what_drifted(console):
     """Each group with how many live, what goes on with it, and the list of them."""
     for number in range(2):
