@@ -6,19 +6,18 @@ from typing import Any
 
 from django.db import models
 from django.db.models.functions import Now
+from django.db.models.lookups import In
 
 from loom_django.errors import ReadOnlyModelError
 from loom_django.kernel.state import GATES, ON_DIVERGED, TERMINAL_STATUSES, Status
 
 
-class _Few(models.Func):
-    """A condition that few rows meet: SQLite's statistics tell no value from another, and it would read all rows."""
+class _InFew(In):
+    """``IN`` where few rows are meant: SQLite's statistics tell no value from another, and it would read all rows."""
 
-    template = "%(expressions)s"
-    output_field = models.BooleanField()
-
-    def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        return self.as_sql(compiler, connection, template="likelihood(%(expressions)s, 0.001)", **context)
+    def as_sqlite(self, compiler: Any, connection: Any) -> Any:
+        sql, params = self.as_sql(compiler, connection)
+        return f"likelihood({sql}, 0.001)", params
 
 
 class ReadOnlyQuerySet(models.QuerySet[Any]):
@@ -60,7 +59,7 @@ class ExecutionQuerySet(ReadOnlyQuerySet):
     def live(self) -> ExecutionQuerySet:
         """Not finished. By the statuses that are wanted: the index by status finds them among what has ended."""
         alive = [str(status) for status in Status if status not in TERMINAL_STATUSES]
-        return self.filter(_Few(models.Q(status__in=alive)))
+        return self.filter(_InFew(models.F("status"), alive))
 
     def held(self) -> ExecutionQuerySet:
         """Under a lease, expired or not."""
