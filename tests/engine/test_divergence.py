@@ -660,8 +660,8 @@ def test_a_timer_of_a_sibling_leaves_the_gate_alone(world: World) -> None:
     assert (execution.handle.status, RAN) == (Status.COMPLETED, ["a", "b"])
 
 
-def test_an_effect_in_doubt_can_be_settled_at_the_gate(world: World) -> None:
-    """The doubt stands in the gate's park beside it."""
+def test_an_effect_in_doubt_can_be_settled_at_the_gate(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doubt stands in the gate's park beside it; its verdict has nobody run the body."""
 
     @tool(idempotent=False)
     def wire(ctx: StepContext) -> None:
@@ -677,7 +677,9 @@ def test_an_effect_in_doubt_can_be_settled_at_the_gate(world: World) -> None:
     world.loom.resume("y", event_type="go")
     assert [wait.on for wait in handle.waits] == ["__loom_diverged__", "EffectInDoubtResolved"]
     error = world.loom.history("y")[-1].data["error"]
-    world.loom.resolve("y", "wire#1.pay", "completed-with-result", output=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.loom.dispatcher, "dispatch", lambda *given: pytest.fail("it was handed on"))
+        world.loom.resolve("y", "wire#1.pay", "completed-with-result", output=None)
     assert [wait.on for wait in handle.waits] == GATE
     assert world.loom.history("y")[-1].data["error"] == error
     made.func = body
