@@ -104,6 +104,14 @@ def deploy_edited() -> dict[str, list[str]]:
     return edits.identities()
 
 
+def send_many(execution_id: str, sender: str, count: int) -> int:
+    """Send numbered messages at full speed; how many of them were new."""
+    return sum(
+        loom.send(execution_id, "numbered", [sender, number], message_id=f"{sender}-{number}")
+        for number in range(count)
+    )
+
+
 def cancel(execution_id: str) -> str:
     return loom.cancel(execution_id).status
 
@@ -348,7 +356,7 @@ def _meet(folder: Path, number: int, nodes: int) -> None:
 ACTS: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (
-        start, start_until, command, enqueue, resume, resolve, send, cancel, count_statements, heal, work_while_starting,
+        start, start_until, command, enqueue, resume, resolve, send, send_many, cancel, count_statements, heal, work_while_starting,
         declare_schedule, look_at_schedules, set_clock,
         recover_until, cancel_until, write_orders, in_thread, break_lease_keeper, break_bodies,
         break_listener, sleep_many, start_in_a_fork, begin_edited, deploy_edited,

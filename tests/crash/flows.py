@@ -202,6 +202,25 @@ def told(ctx: FlowContext) -> list[Any]:
     return [ctx.receive("note", timeout=3600), ctx.run(transfer)]
 
 
+@flow("handed-over", steps=[transfer])
+def handed_over(ctx: FlowContext, number: int = 1) -> str:
+    """Goes on in a successor when it has had its message and paid; that does the same, and ends."""
+    ctx.receive("note")
+    paid = ctx.run(transfer)
+    if number == 1:
+        ctx.continue_as_new(handed_over, 2)
+    return paid
+
+
+@flow("collects")
+def collects(ctx: FlowContext, left: int, each: int) -> None:
+    """Takes so many messages, and continues as new after each few of them."""
+    for _ in range(min(left, each)):
+        ctx.receive("numbered")
+    if left > each:
+        ctx.continue_as_new(collects, left - each, each)
+
+
 @flow("slept", steps=[transfer])
 def slept(ctx: FlowContext) -> str:
     ctx.sleep(60)

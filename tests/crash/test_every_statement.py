@@ -88,6 +88,7 @@ SCENES: dict[str, tuple[Prepare, str, Callable[[str], tuple[Any, ...]], dict[str
     "deadline": (started("late"), "command", lambda id: TIMERS, QUEUED),
     "message-inline": (started("told"), "send", lambda id: (id, "note", "hello"), INLINE),
     "message-ready": (started("told"), "send", lambda id: (id, "note", "hello"), QUEUED),
+    "hand-over": (started("handed-over"), "send", lambda id: (id, "note", "hello"), INLINE),
     "cancel": (started("answered"), "cancel", lambda id: (id,), QUEUED),
     "recover-inline": (orphaned, "command", lambda id: ("loom_recover", "--limit", "1"), INLINE),
     "start-tasks": (nothing, "start", lambda id: ("journey", id), TASKED),
@@ -143,6 +144,11 @@ def check_ended(lab: Lab, id: str) -> None:
     events = check_history(id)
     assert standing(id) == "finished", [event.kind for event in events]
     found = state(id)
+    if found.successor is not None:
+        check_ended(lab, found.successor)
+    if found.flow_id == "handed-over":
+        assert (found.successor is None) == (found.chain != id), "it has a successor, or is one"
+        assert [event.kind for event in events].count("MESSAGE_CONSUMED") == 1
     for step in ("transfer", "doubtful"):
         effects = lab.effects(id, step)
         assert len({line["key"] for line in effects}) == len(effects), f"{step} of {id} ran twice: {effects}"

@@ -213,6 +213,30 @@ def test_a_body_that_swallows_it_has_ended_all_the_same(world: World) -> None:
     assert world.kinds("x") == ["EXECUTION_STARTED", "EXECUTION_CONTINUED"]
 
 
+def test_a_body_that_skips_what_its_log_holds_does_not_hand_over(world: World) -> None:
+    """With divergence="fail" it parks before the hand-over; the code that was run before hands over."""
+
+    def first(ctx: FlowContext, number: int) -> int:
+        if number == 2:
+            return number
+        ctx.run(note, number)
+        ctx.suspend("Go")
+        ctx.continue_as_new(body, 2)
+
+    def skips(ctx: FlowContext, number: int) -> int:
+        ctx.continue_as_new(body, 2)
+
+    body = flow("n.diverges", steps=[note], divergence="fail")(first)
+    handle = body.using(execution_id="x").start(1)
+    body.func = skips
+    world.loom.resume("x", event_type="Go")
+    assert [wait.on for wait in handle.waits] == ["__loom_diverged__"]
+    assert "continue_as_new" in world.loom.history("x")[-1].data["error"]["message"]
+    body.func = first
+    world.loom.retry_diverged("x")
+    assert handle.result(timeout=0) == 2
+
+
 # Refusals: misuse, before anything is written.
 
 

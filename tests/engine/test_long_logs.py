@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from contextlib import suppress
@@ -271,3 +272,54 @@ def test_an_ordinary_failure_is_an_outcome_of_a_step(world: World) -> None:
             return failed.message
 
     assert body.start().result(timeout=0) == "no"
+
+
+# What a long loop costs. Twenty thousand steps with a park after each hundred, and a hand-over after each thousand,
+# are as these are.
+STEPS = 400
+PARK_EACH = 10
+CONTINUE_EACH = 40
+
+
+@override_loom(HISTORY_WARN_EVENTS=10_000, HISTORY_MAX_EVENTS=50_000)
+def test_a_loop_that_continues_costs_as_much_in_the_end_as_in_the_beginning(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events read, and calls of the store, for a tenth of its steps; the last is as cheap as the first."""
+
+    @flow("l.loop", steps=[work])
+    def body(ctx: FlowContext, start: int) -> int:
+        for number in range(start, start + CONTINUE_EACH):
+            ctx.run(work.keyed(number), number)
+            if (number + 1) % PARK_EACH == 0:
+                ctx.suspend("Go")
+        if number + 1 == STEPS:
+            return STEPS
+        ctx.continue_as_new(body, number + 1)
+
+    store, costs = world.engine.store, {"events": 0, "calls": 0}
+    for name in ("read", "load", "append", "newest", "status", "wakes", "fence", "acquire_fence_if"):
+        monkeypatch.setattr(store, name, counted(getattr(store, name), costs))
+    handle = body.using(execution_id="x").start(0)
+    spent = [dict(costs)]
+    for tenth in range(1, 11):
+        while len(CALLS) < tenth * STEPS // 10 or (tenth == 10 and handle.status is Status.SUSPENDED):
+            world.loom.resume("x", event_type="Go")
+        spent.append(dict(costs))
+    assert handle.result(timeout=0) == STEPS
+    for what in costs:
+        tenths = [after[what] - before[what] for before, after in itertools.pairwise(spent)]
+        assert tenths[-1] <= 2 * tenths[0], (what, tenths)
+
+
+def counted(call: Any, costs: dict[str, int]) -> Any:
+    """A call of the store that adds what it takes to the costs."""
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        costs["calls"] += 1
+        if call.__name__ in ("read", "load"):
+            costs["events"] += len(result if isinstance(result, list) else result.events)
+        return result
+
+    return count

@@ -172,19 +172,34 @@ class TestPlans(StoreConformance):
         assert walks(lambda: self.store.ended_before(Status.FAILED, until, limit=20)) == []
         assert [row.id for row in page(2_500)][:2] == ["ended-2501", "ended-2502"]
 
+    def test_the_newest_of_a_chain_is_a_probe(self) -> None:
+        """By any member, however long the chain, and however many others there are; so is how it ended."""
+        add_ended(5_000)
+        add_ended(5_000, name="member", chain="first")
+        add_ended(1, name="first", status="CONTINUED")
+        for key in ("first-0", "member-7"):
+            found = self.store.newest(key)
+            assert found is not None
+            assert found.id == "member-4999"
+            assert walks(partial(self.store.newest, key)) == []
+        assert walks(lambda: self.store.newest("ended-7")) == []
+        assert walks(lambda: self.store.ended(["first-0", "ended-7"])) == []
 
-def add_ended(count: int) -> None:
-    """Rows of executions that completed, a second apart."""
+
+def add_ended(
+    count: int, *, name: str = "ended", chain: str | None = None, status: str = "COMPLETED"
+) -> None:
+    """Rows of executions that ended, a second apart; ``chain`` names the one whose first they continue."""
     at = datetime(2026, 1, 1, tzinfo=UTC)
     rows: models.QuerySet[Any] = models.QuerySet(Execution)
     rows.bulk_create(
         Execution(
-            id=f"ended-{number}",
-            chain=f"ended-{number}",
+            id=f"{name}-{number}",
+            chain=f"{chain}-0" if chain else f"{name}-{number}",
             flow_id="f",
-            status="COMPLETED",
+            status=status,
             last_sequence=1,
-            created_at=at,
+            created_at=at + timedelta(seconds=number if chain else 0),
             updated_at=at,
             finished_at=at + timedelta(seconds=number),
         )

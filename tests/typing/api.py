@@ -59,6 +59,20 @@ def order(ctx: FlowContext, order_id: int, amount: Decimal = Decimal(1)) -> str:
     return "done"
 
 
+@flow("typed.endless")
+def endless(ctx: FlowContext, order_id: int) -> str:
+    if order_id > 7:
+        ctx.continue_as_new("typed.order", order_id)
+    if order_id > 6:
+        ctx.continue_as_new(order, "seven")  # type: ignore[call-overload]
+    ctx.continue_as_new(order, order_id, amount=Decimal(2))  # needs no return behind it
+
+
+@flow("typed.endless.async")
+async def endless_async(ctx: AsyncFlowContext, url: str) -> int:
+    await ctx.continue_as_new(crawl, url)
+
+
 @flow("typed.async", steps=[fetch])
 async def crawl(ctx: AsyncFlowContext, url: str) -> int:
     assert_type(await ctx.run(fetch, url), bytes)
