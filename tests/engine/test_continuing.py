@@ -496,6 +496,7 @@ def test_children_end_with_the_chain(world: World, dies: bool) -> None:
     world.loom.resume("d", event_type="Go")
     for _ in range(2):
         world.loom.resume("p", event_type="Next")
+        world.loom.send("c", "n")  # has it looked at, and asked if its parent has ended
         world.advance(timedelta(seconds=1))
         assert world.loom.handle("c").status is Status.SUSPENDED
     assert world.state("p~3").options["children"] == ["c"]
