@@ -235,16 +235,16 @@ SHARED: Final = named(
         "ended",
         "How executions, or the newest of their chains, ended; notes may stand behind the end.",
         f"""
-        select m.id, n.id, e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel,
+        select m.id, m.newest, e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel,
             $time(e.recorded_at)
         from (
             select x.id, case x.status when '{Status.CONTINUED}' then {_NEWEST.format(first="x.chain")}
                 else x.id end as newest
             from $ids join loom_execution x on x.id = ids.id
-        ) m join loom_execution n on n.id = m.newest
-        left join loom_event e on n.status in ({_TERMINAL}) and e.execution_id = n.id and e.sequence = (
+        ) m left join loom_event e on e.execution_id = m.newest and e.sequence = (
             select max(last.sequence) from loom_event last
-            where last.execution_id = n.id and last.kind in ({_list(TERMINAL)})
+            where last.execution_id = m.newest and last.kind in ({_list(TERMINAL)})
+            and (select n.status from loom_execution n where n.id = m.newest) in ({_TERMINAL})
         )
         """,
         repeatable=True,
