@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission
 
 from loom_django.admin.acts import VIEWS
 from loom_django.models import Execution
@@ -278,3 +279,11 @@ def test_recovering_has_its_own_permission(held, db):
     assert loom.store.fence("x") > 0
     assert "recover execution: r" in LogEntry.objects.get().get_change_message()
     assert carl.post(address, _reason()).status_code == 409  # nobody holds it now
+
+
+def test_each_permission_has_the_name_of_its_act():
+    """As the docs list them; what became of an effect is said by the same people before the end and after it."""
+    named = {act: f"loom.{act.value}" for act in Act}
+    assert {act: act.permission for act in Act} == {**named, Act.RECORD_OUTCOME: "loom.resolve_step"}
+    shipped = Permission.objects.filter(content_type__app_label="loom").values_list("codename", flat=True)
+    assert {act.permission.removeprefix("loom.") for act in Act} <= set(shipped)
