@@ -36,6 +36,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=7, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--executions", type=int, default=240, help="in each run (default: %(default)s)")
     parser.add_argument("--case", action="append", metavar="NAME", help="default: all columns")
+    parser.add_argument("--columns-only", action="store_true", help="not what is done in one piece")
     parser.add_argument("--for-share", action="store_true", help="also with FOR SHARE in the append's lock")
     parser.add_argument("--against", type=Path, metavar="TREE", help="measure another checkout as well")
     parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         url = None
         if "postgresql" in options.backend:
-            url = os.environ.get(URL) or stack.enter_context(_server())
+            url = os.environ.get(URL) or stack.enter_context(server())
         if options.against is not None:
             told = _compare(options, url)
         else:
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _server() -> Any:
+def server() -> Any:
     from contextlib import contextmanager
 
     from tests import postgres
@@ -82,13 +83,16 @@ def _measure(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
         import loom_django
         from benchmarks import fences
         from benchmarks.frame import measure, paired, paired_cpu
+        from benchmarks.wholes import WHOLES
+        from benchmarks.wholes import measure as measure_wholes
 
         if Path(loom_django.__file__).resolve().parent.parent != options.tree.resolve():
             raise SystemExit(f"{loom_django.__file__} would be measured, and not {options.tree}")
         cases = [*fences.CASES, *(fences.FOR_SHARE if options.for_share else ())]
         if options.case:
             cases = [case for case in cases if case.name in options.case]
-        results = []
+        chosen = [one for one in WHOLES if not options.case or one.name in options.case]
+        results, wholes = [], []
         for backend in options.backend:
             bare = backends.Bare(backend)
             for level in options.levels:
@@ -96,6 +100,10 @@ def _measure(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
                     continue  # writers with connections of their own starve each other there
                 results += measure(
                     backend, bare, cases, concurrency=level, runs=options.runs, executions=options.executions
+                )
+            if not options.columns_only:
+                wholes += measure_wholes(
+                    backend, bare, chosen, levels=options.levels, runs=max(1, options.runs // 2)
                 )
         ratios = []
         for at in {(one.backend, one.concurrency): None for one in results}:
@@ -118,6 +126,7 @@ def _measure(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
         "backends": about,
         "results": [one.told() for one in results],
         "ratios": ratios,
+        "wholes": wholes,
     }
 
 
@@ -160,7 +169,16 @@ def _compare(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
 
 
 def _run_in(tree: Path, options: argparse.Namespace, url: str | None) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks", "--tree", str(tree), "--runs=1", "--format=json"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--tree",
+        str(tree),
+        "--runs=1",
+        "--format=json",
+        "--columns-only",
+    ]
     command += [f"--concurrency={options.concurrency}", f"--executions={options.executions}"]
     command += [f"--backend={backend}" for backend in options.backend]
     command += [f"--case={name}" for name in options.case or ()]
@@ -184,8 +202,12 @@ def _table(told: dict[str, Any]) -> str:
             (*at, "case", "per_second", "p50_ms", "cpu_us", "times_bare", "times_bare_cpu", *COUNTED),
         ),
         ("ratios", (*at, "of", "to", "times", "times_cpu")),
+        (
+            "wholes",
+            (*at, "case", "pieces", "per_second", "seconds", "cpu_us", "times_bare", "times_bare_cpu"),
+        ),
     ):
-        if rows in told:
+        if told.get(rows):
             lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
             lines += [f"| {' | '.join(_cell(one[column]) for column in columns)} |" for one in told[rows]]
     return "\n".join(lines)

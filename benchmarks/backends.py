@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -105,13 +106,24 @@ class Bare:
             with django_connection(backend).cursor() as cursor:
                 cursor.execute(_TABLE.format(json="json" if backend == "postgresql" else "text"))
 
-    def write(self, appends: Appends) -> None:
-        """Write one execution."""
+    def write(self, appends: Appends) -> str:
+        """Write one execution; return its id."""
         key, sequence = str(uuid.uuid4()), 0
         for events in appends:
             rows = [(key, sequence + place, kind, body, 1) for place, (kind, body) in enumerate(events, 1)]
             sequence += len(events)
             self._insert(key, rows)
+        return key
+
+    def read(self, key: str) -> list[Any]:
+        """Read one execution's events, parsed."""
+        if self.backend == "memory":
+            return [json.loads(row[3]) for row in self._kept[key]]
+        mark, text = ("%s", "payload::text") if self.backend == "postgresql" else ("?", "payload")
+        found = self._driver().execute(
+            f"select {text} from bare_event where execution_id = {mark} order by sequence", [key]
+        )
+        return [json.loads(row[0]) for row in found.fetchall()]
 
     def _insert(self, key: str, rows: list[tuple[Any, ...]]) -> None:
         if self.backend == "memory":
