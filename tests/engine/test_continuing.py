@@ -152,6 +152,18 @@ def test_a_deadline_is_the_whole_chains(world: World) -> None:
     assert members(world, "x") == ["x", "x~2"]
 
 
+def test_a_clock_that_goes_back_makes_no_successor_older(world: World) -> None:
+    """The newest of a chain is the one that was started last, whatever the time was then."""
+    handle = waiting_in_turn("n.clock").using(execution_id="x").start()
+    for _ in range(2):
+        world.shift(timedelta(hours=-1))
+        world.loom.resume("x", event_type="Go")
+        assert handle.status is Status.SUSPENDED
+    assert members(world, "x") == ["x", "x~2", "x~3"]
+    starts = [world.state(member).started_at for member in members(world, "x")]
+    assert starts == sorted(set(starts))
+
+
 def test_ids_of_a_chain_fit_their_column(world: World) -> None:
     """A first id of the full length has successors of it too, each with an id of its own."""
     long = "i" * MAX_LENGTH

@@ -27,6 +27,7 @@ from tests.testing.flows import (
     breaks,
     charge,
     fetch,
+    goes_round,
     once,
     one_step,
     pages,
@@ -62,6 +63,19 @@ def test_a_declared_tool_is_clean(name: str) -> None:
         "after-effect",
         "after-outcome",
     ]
+
+
+def test_a_chain_is_swept_from_end_to_end() -> None:
+    """The steps of each member are points of their own; a crash in one leaves the others as they are."""
+
+    def scenario(h: Harness) -> None:
+        goes_round.using(execution_id="e1").start(1)
+        h.run()
+        assert loom.handle("e1").result() == 3
+
+    report = crash_sweep(scenario)
+    assert report.ok, report
+    assert {point.execution_id for point in report.points} == {"e1", "e1~2", "e1~3"}
 
 
 def test_a_tool_that_was_not_declared_is_found() -> None:
