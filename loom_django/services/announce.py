@@ -91,7 +91,7 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
     for event in events:
         _note(flow_id, event)
         sent, tell = _TELLS.get(event.kind, ((), None))
-        if tell is None or not any(signal.has_listeners() for signal in sent):
+        if tell is None or not any(signal.receivers for signal in sent):
             continue
         for signal, about in tell(event.data):
             if signal.has_listeners():
