@@ -824,6 +824,7 @@ class BranchBody(Body):
         return self._stopped
 
     def begin_live(self) -> None:
+        self.parent.begin_live()  # a scope inside of a closed branch does nothing new either
         super().begin_live()
         if self.closed:
             raise self.stop(Why.SIBLING)

@@ -246,11 +246,15 @@ def test_a_timeout_of_one_branch_leaves_the_other(world: World) -> None:
     assert handle.result() == {"p": "late", "s": "slept"}
 
 
+@pytest.mark.parametrize("nested", [False, True])
 def test_a_failure_stops_the_siblings_and_keeps_what_they_did(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
-    """The failed branch's error is the scope's; on a replay it is the same one, and nothing new is begun."""
-    begun, known = threading.Event(), threading.Event()
+    """The failed branch's error is the scope's; on a replay it is the same one, and nothing new is begun.
+
+    Nor in a scope inside of a sibling, and no code of the sibling sees that scope's end.
+    """
+    begun, known, replays, over = (threading.Event() for _ in range(4))
     has_failed = _Scope.has_failed
 
     def tell(scope: _Scope, branch: Any) -> None:
@@ -278,8 +282,19 @@ def test_a_failure_stops_the_siblings_and_keeps_what_they_did(
             branch.run(slow)
             return branch.run(ship, "never")
 
+        def around(branch: FlowContext) -> Any:
+            try:
+                branch.parallel({"in": long}) if nested else long(branch)
+                CALLS["behind the scope"] += 1
+            finally:
+                over.set()
+
+        def bad(branch: FlowContext) -> None:
+            assert not replays.is_set() or over.wait(20)  # on a replay the sibling goes first
+            branch.run(fail_late)
+
         try:
-            ctx.parallel({"long": long, "bad": fail_late.bind()})
+            ctx.parallel({"long": around, "bad": bad})
         except StepFailed as exc:
             caught = exc.step_id
         ctx.suspend("Go")
@@ -288,11 +303,15 @@ def test_a_failure_stops_the_siblings_and_keeps_what_they_did(
     handle = body.start()
     assert handle.status == Status.SUSPENDED
     frames = world.state(handle).frames
-    assert frames["slow#1.long"].output == "done"
-    assert "ship#1.long" not in frames
+    stopped = "slow#1.long.1.in" if nested else "slow#1.long"
+    assert frames[stopped].output == "done"
+    assert set(frames) == {stopped, "fail_late#1.bad"}
+    replays.set()
+    over.clear()
     world.loom.resume(handle.id, event_type="Go")
     assert handle.result() == "fail_late#1.bad"
-    assert CALLS == {"slow#1.long": 1, "fail_late#1.bad": 1}
+    assert CALLS == {stopped: 1, "fail_late#1.bad": 1}
+    assert set(world.state(handle).frames) == set(frames)
 
 
 def test_settle_gathers_how_each_ended(world: World) -> None:
