@@ -534,6 +534,9 @@ class Body:
             yield Io(partial(self.park, reason, [wait], wakes=wakes))
 
     def _take_kept(self, wait: Wait) -> bool:
+        known = self._find_wait(wait.id)
+        if known is not None and known.answered:
+            return True  # another branch waits for the same, and has taken it
         message = self.ask_store(lambda: kept.find(self.engine, self.journal.fold, wait))
         if message is None:
             return False

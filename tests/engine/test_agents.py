@@ -689,6 +689,39 @@ def test_an_answer_that_comes_while_the_body_runs_is_kept(world: World) -> None:
     world.check(handle.id)
 
 
+def test_calls_that_wait_for_one_answer_take_it_once(world: World) -> None:
+    """Tasks of an async flow come to it at the same time."""
+    script([call("look", what=str(number)) for number in range(5)], "done")
+
+    @tool
+    async def costly(ctx: StepContext, messages: list[Any], tools: list[Any]) -> ModelTurn:
+        ctx.meter("usd", 1)
+        return scripted(ctx, messages)
+
+    @tool
+    async def asks_for_more(ctx: StepContext) -> None:
+        await world.loom.aresume(ctx.execution_id, event_type="BudgetExhausted", payload={"limit": 9})
+
+    @flow("g.once", steps=[costly, look, asks_for_more], step_families=["agent"])
+    async def body(ctx: AsyncFlowContext) -> Any:
+        async def talks(inner: AsyncFlowContext) -> str:
+            result = await inner.agent_loop(
+                "agent", model=costly, tools=[look], messages=HELLO, budget={"usd": 1}
+            )
+            return result.text
+
+        async def pays(inner: AsyncFlowContext) -> None:
+            await inner.suspend("Go")
+            await inner.run(asks_for_more)
+
+        return await ctx.parallel({"talks": talks, "pays": pays})
+
+    handle = body.start()
+    world.loom.resume(handle.id, event_type="Go")
+    assert handle.result(timeout=5) == {"talks": "done", "pays": None}
+    assert world.kinds(handle.id).count("MESSAGE_CONSUMED") == 1
+
+
 def test_a_flow_cannot_wait_for_a_budget_itself(world: World) -> None:
     """The name is the loop's."""
 
