@@ -310,7 +310,7 @@ def test_a_failure_stops_the_siblings_and_keeps_what_they_did(
     over.clear()
     world.loom.resume(handle.id, event_type="Go")
     assert handle.result() == "fail_late#1.bad"
-    assert CALLS == {stopped: 1, "fail_late#1.bad": 1}
+    assert dict(CALLS) == {stopped: 1, "fail_late#1.bad": 1}
     assert set(world.state(handle).frames) == set(frames)
 
 
