@@ -899,7 +899,7 @@ def metered(resource: str, amount: Any) -> dict[str, Any]:
     keys.check_id(resource, "metered resource")
     if isinstance(amount, bool) or not isinstance(amount, int | float | Decimal):
         raise InvalidInputError(f"a metered amount is an int, float or Decimal, not {amount!r}")
-    exact = amount if isinstance(amount, Decimal) else Decimal(str(amount))
+    exact = Decimal(str(amount) if isinstance(amount, float) else amount)
     if not exact.is_finite() or exact < 0:
         raise InvalidInputError(f"a metered amount is finite and not negative, not {amount!r}")
     return {"resource": resource, "amount": Encoded(codec.dumps(exact))}

@@ -187,7 +187,7 @@ class _Context:
         self._body.on_failure(tool, args, kwargs)
 
     def meter(self, resource: str, amount: Any) -> None:
-        """Record a use of a resource. Such facts may over-count after a crash, never under-count."""
+        """Record a use of a resource, once however often the body is run again."""
         self._body.meter(resource, amount)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from decimal import Decimal
+from decimal import MAX_EMAX, MIN_EMIN, ROUND_UP, Context, Decimal
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -29,6 +29,10 @@ from loom_django.kernel.state import (
 )
 
 _EMPTY: Final = ExecutionState()
+
+# Sums of what was metered are the same in every process, whatever its own context; they are rounded up, and no
+# amount makes a log unreadable.
+_SUMS: Final = Context(prec=60, rounding=ROUND_UP, Emin=MIN_EMIN, Emax=MAX_EMAX, traps=[])
 
 
 class Fold:
@@ -380,11 +384,11 @@ class Fold:
         amount = codec.decode(data["amount"])
         if "note" in data:
             self.noted.add(data["note"])
-        self.meters[data["resource"]] = self.meters.get(data["resource"], Decimal(0)) + amount
+        self.meters[data["resource"]] = _SUMS.add(self.meters.get(data["resource"], Decimal(0)), amount)
         frame = self.frames.get(data.get("step", ""))
         if frame is not None and frame.loop:
             spender = (frame.loop, data["resource"])
-            self.spent[spender] = self.spent.get(spender, Decimal(0)) + amount
+            self.spent[spender] = _SUMS.add(self.spent.get(spender, Decimal(0)), amount)
 
     def _outcome(self, event: Event, data: Mapping[str, Any]) -> None:
         frame = self.frames.get(data.get("step", ""))
