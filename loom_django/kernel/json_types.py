@@ -6,8 +6,10 @@ decimals, which JSON carries as text.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
@@ -17,7 +19,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Final, NoReturn, cast
 from uuid import UUID
 
-from loom_django.errors import InvalidInputError
+from loom_django.errors import InvalidInputError, shown
 from loom_django.kernel import codec
 from loom_django.kernel.advice import type_name
 
@@ -80,7 +82,7 @@ def _convert_dataclass(cls: Any, value: Any, path: str) -> Any:
     given = {name: convert(hints.get(name, Any), item, f"{path}.{name}") for name, item in value.items()}
     try:
         return cls(**given)
-    except (TypeError, ValueError) as exc:
+    except Exception as exc:  # whatever its __post_init__ makes of values that nobody has looked at
         raise InvalidInputError(f"{path} makes no {cls.__name__}: {exc}") from exc
 
 
@@ -89,7 +91,7 @@ def _convert_enum(cls: type[enum.Enum], value: Any, path: str) -> Any:
         return cls[value]
     try:
         return cls(_plain(value))
-    except ValueError:
+    except Exception:  # its _missing_ may expect text
         return _misfit(value, f"one of {', '.join(cls.__members__)}", path)
 
 
@@ -109,16 +111,19 @@ def _convert_text(cls: Any, example: str) -> Callable[[Any, Any, str], Any]:
 
 def _convert_decimal(arguments: Any, value: Any, path: str) -> Decimal:
     if isinstance(value, str | int | float | Decimal) and not isinstance(value, bool):
-        try:
-            return Decimal(str(value) if isinstance(value, float) else value)
-        except InvalidOperation:
-            pass
+        with contextlib.suppress(InvalidOperation):
+            number = Decimal(str(value) if isinstance(value, float) else value)
+            if number.is_finite():
+                return number
     return cast(Decimal, _misfit(value, 'a number, or text as "9.90"', path))
 
 
 def _convert_number(arguments: Any, value: Any, path: str) -> float:
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        return float(value)
+        with contextlib.suppress(OverflowError, ValueError):
+            number = float(value)
+            if math.isfinite(number):
+                return number
     return cast(float, _misfit(value, "a number", path))
 
 
@@ -186,15 +191,18 @@ _CONVERTERS: Final[Mapping[Any, Callable[[Any, Any, str], Any]]] = {
 
 
 def _misfit(value: Any, wanted: str, path: str) -> NoReturn:
-    shown = json.dumps(_plain(value), ensure_ascii=False)
-    shown = shown if len(shown) <= 60 else shown[:60] + "…"
-    raise InvalidInputError(f"{path} is to be {wanted}; this is {shown}")
+    try:
+        text = json.dumps(_plain(value), ensure_ascii=False)
+    except (TypeError, ValueError):  # what no JSON holds, or an int of more digits than Python writes
+        text = shown(value)
+    text = text if len(text) <= 60 else text[:60] + "…"
+    raise InvalidInputError(f"{path} is to be {wanted}; this is {text}")
 
 
 def _plain(value: Any) -> Any:
     """Numbers that were kept exact for a Decimal are floats everywhere else."""
     if isinstance(value, Decimal):
-        return float(value)
+        return math.nan if value.is_nan() else float(value)
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
