@@ -219,8 +219,8 @@ def wait_in_words(
             return gettext("an operator: its code diverged from its log")
         case _ if on == ON_BUDGET and budget:
             return gettext("a higher limit of %(resource)s: %(used)s of %(limit)s is used") % {
-                "resource": key,
                 **budget,
+                "resource": key,
             }
         case _ if on == ON_CHILD:
             return gettext("the child %(child)s%(until)s") % {"child": key, "until": until}

@@ -8,24 +8,26 @@ loop goes on after any crash where it was, under the keys it had.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from loom_django.definitions import Outcome, Tool
-from loom_django.engine import budgets
+from loom_django.engine import budgets, steps
 from loom_django.engine.body import Body
 from loom_django.engine.drive import Enter, Steps
 from loom_django.engine.parallel import Inner, in_scope
 from loom_django.engine.steps import InLoop
-from loom_django.errors import InvalidInputError, StepFailed, shown
+from loom_django.errors import InvalidInputError, LoomError, StepFailed, class_name, shown
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.failures import bounded
+from loom_django.kernel.state import Wait
 from loom_django.kernel.tool_schema import arguments_of
 from loom_django.kernel.turns import AgentResult, ModelTurn, StopReason, ToolCall
 
-# A decision under this name and a step's id is why a call was not made.
+# A decision under this name and a step's id is why that turn or call is not made; with ":last" behind a turn's,
+# why none of its calls is.
 _REFUSED: Final = "__loom_refused__:"
 
 # What a message of a call that was not made has as its error_type.
@@ -35,6 +37,9 @@ MAX_TURNS: Final = "MaxTurns"
 
 # What a model is told of its arguments, in bytes at most; it has chosen their names.
 MAX_WHY_BYTES: Final = 2000
+
+# Why something is not made: an error_type, and a text.
+_Problem = tuple[str, str]
 
 # Of a digest, so many hexadecimal digits stand in a key.
 _DIGITS: Final = 32
@@ -70,11 +75,11 @@ class _Loop:
     ) -> None:
         self.body = body
         self.loop_id = keys.check_step_name(loop_id, "id of an agent loop")
-        if not body.flow.in_family(keys.turn_id(loop_id, "", 1)):
+        if not body.flow.in_family(f"{loop_id}#turn:1"):
             body.undeclared(loop_id, f"List it in step_families=[{loop_id!r}]: the loop makes its steps.")
         self.name = keys.repeated_id(loop_id, body.path, 1)
         self.model = _declared(body, model)
-        self.tools = _by_name([_declared(body, tool) for tool in tools])
+        self.tools = _by_name(body, tools)
         self.schemas = [tool.schema for tool in self.tools.values()]
         _check_model(self.model)
         self.max_turns = keys.check_whole(max_turns, "max_turns", 1, 1_000_000)
@@ -94,9 +99,8 @@ class _Loop:
             self.news.append(_said(turn))
             if not turn.tool_calls:
                 return self._result(turn, number, "finished")
-            if number == self.max_turns:
-                why = f"not called: this was the last of {number} turns"
-                self.news += [_refused(call, MAX_TURNS, why) for call in turn.tool_calls]
+            if (last := self._why_last(number, turn)) is not None:
+                self.news += [_refused(call, *last) for call in turn.tool_calls]
                 return self._result(turn, number, "max_turns")
             self.news += yield from self._make_calls(number, turn.tool_calls)
 
@@ -112,6 +116,8 @@ class _Loop:
         step_id = keys.turn_id(self.loop_id, body.path, number)
         body.ask(step_id, f"by turn {number} of agent loop {self.loop_id!r}")
         news = self.news
+        if number > 1 and (problem := self._why_not(step_id, partial(self._too_much, step_id))) is not None:
+            raise StepFailed(step_id, *problem)
         self.digest = _digest(self.digest, news)
         text = codec.dumps(news)
 
@@ -121,7 +127,7 @@ class _Loop:
         yield from self._within_budget(body, step_id)
         within = InLoop(self.name, self.digest, rebuilt)
         turn = yield from body.perform(step_id, self.model, (news,), {}, within)
-        if not isinstance(turn, ModelTurn) or not all(isinstance(call, ToolCall) for call in turn.tool_calls):
+        if not _is_turn(turn):
             body.refuse(
                 InvalidInputError(
                     f"{self.model.name} is the model of {self.loop_id!r}: it returns a ModelTurn of "
@@ -131,6 +137,14 @@ class _Loop:
         self.told.append(text)
         self.news = []
         return turn
+
+    def _too_much(self, step_id: str) -> _Problem | None:
+        """Why the model cannot be told what came of its calls: its own words and results, and no misuse of the flow's."""
+        try:
+            steps.arguments_text(self.body, step_id, (self.news,), {})
+        except LoomError as exc:
+            return class_name(type(exc)), str(exc)
+        return None
 
     def _rebuilt(self) -> list[Any]:
         return [message for text in self.told for message in codec.loads(text)]
@@ -147,9 +161,9 @@ class _Loop:
         branches: dict[str, Inner] = {}
         for number, call in enumerate(calls, 1):
             step_id = keys.turn_id(self.loop_id, self.body.path, turn, number)
-            refused = self._refusal(step_id, call)
-            if refused is not None:
-                answers[number] = refused
+            problem = self._why_not(step_id, partial(self._problem, call))
+            if problem is not None:
+                answers[number] = _refused(call, *problem)
                 continue
             branches[str(number)] = Inner("agent_loop", partial(self._call, step_id, call))
         if branches:
@@ -158,8 +172,8 @@ class _Loop:
                 answers[int(name)] = _answer(calls[int(name) - 1], outcome)
         return [answers[number] for number in sorted(answers)]
 
-    def _refusal(self, step_id: str, call: ToolCall) -> dict[str, Any] | None:
-        """Why a call is not made, as the model is told; None if it is. Decided once, and recorded."""
+    def _why_not(self, step_id: str, problem: Callable[[], _Problem | None]) -> _Problem | None:
+        """Why a turn or a call is not made; None if it is, or was begun. Decided once, and recorded."""
         body = self.body
         if step_id in body.journal.fold.frames:
             return None
@@ -167,20 +181,39 @@ class _Loop:
         if known is not None:
             body.served(known.at)
             error_type, why = body.decode(known.value)
-            return _refused(call, error_type, why)
-        problem = self._problem(call)
-        if problem is None:
+            return error_type, why
+        found = problem()
+        if found is None:
             return None
         body.begin_live()
-        fields = {"decision": _REFUSED + step_id, "value": Encoded(codec.dumps(list(problem)))}
+        fields = {"decision": _REFUSED + step_id, "value": Encoded(codec.dumps(list(found)))}
         event = body.journal.record(Kind.DECISION_RECORDED, fields)
         body.did(event.data["at"])
-        return _refused(call, *problem)
+        return found
 
-    def _problem(self, call: ToolCall) -> tuple[str, str] | None:
-        tool = self.tools.get(call.name)
+    def _why_last(self, number: int, turn: ModelTurn) -> _Problem | None:
+        """Why the calls of a turn are not made, and no turn follows; None if they are, or any of that was begun."""
+        fold, path = self.body.journal.fold, self.body.path
+        turn_id = partial(keys.turn_id, self.loop_id, path)
+
+        def problem() -> _Problem | None:
+            if number < self.max_turns:
+                return None
+            calls = (turn_id(number, place) for place, _ in enumerate(turn.tool_calls, 1))
+            if any(
+                step in fold.frames or _REFUSED + step in fold.decisions
+                for step in (turn_id(number + 1), *calls)
+            ):
+                return None
+            return MAX_TURNS, f"not called: this was the last of {number} turns"
+
+        return self._why_not(f"{turn_id(number)}:last", problem)
+
+    def _problem(self, call: ToolCall) -> _Problem | None:
+        name: object = call.name
+        tool = self.tools.get(name) if isinstance(name, str) else None
         if tool is None:
-            return UNKNOWN_TOOL, f"there is no tool {shown(call.name)}; the tools are {', '.join(self.tools)}"
+            return UNKNOWN_TOOL, f"there is no tool {shown(name)}; the tools are {', '.join(self.tools)}"
         try:
             self._arguments(tool, call)
         except InvalidInputError as exc:
@@ -206,11 +239,14 @@ class _Loop:
         within = InLoop(self.name, _digest(call.name, call.arguments))
         return (yield from body.perform(step_id, tool, (), arguments, within))
 
+    def _exhausted(self) -> Wait | None:
+        return budgets.exhausted(self.body.journal.fold, self.name, self.body.path, self.limits)
+
     def _within_budget(self, body: Body, step_id: str) -> Steps[None]:
         """Wait while a limit is reached. A step that was begun has passed here."""
         if step_id in body.journal.fold.frames:
             return
-        while (wait := budgets.exhausted(body.journal.fold, self.name, self.limits)) is not None:
+        while (wait := self._exhausted()) is not None:
             answered = yield from body.wait_again(wait, budgets.REASON)
             body.did(answered.answered_at)
 
@@ -231,9 +267,11 @@ def _declared(body: Body, tool: object) -> Tool[..., Any]:
     return tool
 
 
-def _by_name(tools: Sequence[Tool[..., Any]]) -> dict[str, Tool[..., Any]]:
+def _by_name(body: Body, tools: object) -> dict[str, Tool[..., Any]]:
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise InvalidInputError(f"tools={shown(tools)} must be a list of tools")
     found: dict[str, Tool[..., Any]] = {}
-    for tool in tools:
+    for tool in [_declared(body, tool) for tool in tools]:
         if tool.declared_id in found:
             raise InvalidInputError(
                 f"two tools of the loop are named {tool.declared_id!r}: give one another name by .named()"
@@ -248,6 +286,12 @@ def _tool_named(body: Body, name: str) -> Tool[..., Any]:
         if tool.name == name:
             return tool
     body.undeclared(name)
+
+
+def _is_turn(value: object) -> TypeGuard[ModelTurn]:
+    if not isinstance(value, ModelTurn) or not isinstance(value.tool_calls, list | tuple):
+        return False
+    return all(isinstance(call, ToolCall) for call in value.tool_calls)
 
 
 def _check_model(model: Tool[..., Any]) -> None:

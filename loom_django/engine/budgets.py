@@ -51,15 +51,16 @@ def raised(fold: Fold, loop: str, resource: str) -> list[Wait]:
     return answered
 
 
-def exhausted(fold: Fold, loop: str, limits: Mapping[str, Decimal]) -> Wait | None:
-    """The wait of the first resource whose limit is reached; None while the loop may go on."""
+def exhausted(fold: Fold, loop: str, path: str, limits: Mapping[str, Decimal]) -> Wait | None:
+    """The wait of the first resource whose limit is reached; None while the loop, in that scope, may go on."""
     for resource, given in limits.items():
         answers = raised(fold, loop, resource)
         limit = max([given, *(_limit(codec.decode(wait.answer)) for wait in answers)])
         spent = used(fold, loop, resource)
         if spent >= limit:
-            about = {"loop": loop, "used": str(spent), "limit": str(limit)}
-            return Wait(_wait_id(loop, resource, len(answers) + 1), ON_BUDGET, resource, budget=about)
+            about = {"loop": loop, "resource": resource, "used": str(spent), "limit": str(limit)}
+            wait_id = _wait_id(loop, resource, len(answers) + 1)
+            return Wait(wait_id, ON_BUDGET, keys.budget_key(loop, path, resource), budget=about)
     return None
 
 
@@ -72,17 +73,18 @@ def check_answer(fold: Fold, wait: Wait, payload: str | None) -> None:
     if wait.on != ON_BUDGET:
         return
     limit = _limit(codec.loads(payload) if payload is not None else None)
-    spent = used(fold, wait.budget["loop"], str(wait.correlation_key))
+    resource = wait.budget["resource"]
+    spent = used(fold, wait.budget["loop"], resource)
     if limit <= spent:
         raise InvalidInputError(
-            f"the limit of {wait.correlation_key} must be above the {spent} that are used, not {limit}"
+            f"the limit of {resource} must be above the {spent} that are used, not {limit}"
         )
 
 
 def _limit(payload: Any) -> Decimal:
     limit = payload.get("limit") if isinstance(payload, dict) else None
     if isinstance(limit, int | float | Decimal) and not isinstance(limit, bool):
-        exact = limit if isinstance(limit, Decimal) else Decimal(str(limit))
+        exact = Decimal(str(limit) if isinstance(limit, float) else limit)
         if exact.is_finite():
             return exact
     raise InvalidInputError(

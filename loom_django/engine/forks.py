@@ -50,14 +50,7 @@ def fork(
         FlowCodeMismatchError: without ``flow``: no registered version is the recorded one.
     """
     events = load_existing(engine, execution_id).events
-    place = next(
-        (
-            number
-            for number, event in enumerate(events)
-            if event.kind == Kind.STEP_STARTED and event.data["step"] == from_step
-        ),
-        None,
-    )
+    place = _begun_at(events, from_step)
     if place is None:
         begun = dict.fromkeys(event.data["step"] for event in events if event.kind == Kind.STEP_STARTED)
         raise InvalidInputError(
@@ -85,9 +78,19 @@ def rerun(
     if end is None or end.kind != Kind.EXECUTION_FAILED:
         raise InvalidInputError(f"{execution_id!r} has not failed: fork it from a step, or start another one")
     step = end.data["error"].get("step")
-    if step is not None:
+    if step is not None and _begun_at(events, step) is not None:
         return fork(engine, execution_id, step, ownership, new_id=new_id, principal=principal, reason=reason)
     return _Copy(engine, events[: end.sequence - 1], None, principal, reason, None).start(new_id, ownership)
+
+
+def _begun_at(events: Sequence[Event], step_id: str) -> int | None:
+    """The place of the first STEP_STARTED of a step."""
+    places = (
+        place
+        for place, event in enumerate(events)
+        if event.kind == Kind.STEP_STARTED and event.data["step"] == step_id
+    )
+    return next(places, None)
 
 
 class _Copy:

@@ -184,14 +184,23 @@ def encode_arguments(
     except TypeError as exc:
         body.refuse(InvalidInputError(f"step {step_id!r}: {exc}: {tool.name}{tool.signature}", body.flow.id))
     try:
-        encoded_args = codec.dumps(list(args), path=f"{step_id}: args")
-        encoded_kwargs = codec.dumps(dict(kwargs), path=f"{step_id}: kwargs")
-        text = f'{{"args":{encoded_args},"kwargs":{encoded_kwargs}}}'
-        limit = body.settings.MAX_PAYLOAD_BYTES
-        if len(text) > limit:
-            raise PayloadTooLargeError(len(text), limit, f"arguments of step {step_id}")
+        return arguments_text(body, step_id, args, kwargs)
     except LoomError as exc:
         body.refuse(exc)
+
+
+def arguments_text(body: Body, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Encoded:
+    """The arguments as the log keeps them.
+
+    Raises:
+        UnencodableValueError, PayloadTooLargeError: they cannot be recorded.
+    """
+    encoded_args = codec.dumps(list(args), path=f"{step_id}: args")
+    encoded_kwargs = codec.dumps(dict(kwargs), path=f"{step_id}: kwargs")
+    text = f'{{"args":{encoded_args},"kwargs":{encoded_kwargs}}}'
+    limit = body.settings.MAX_PAYLOAD_BYTES
+    if len(text) > limit:
+        raise PayloadTooLargeError(len(text), limit, f"arguments of step {step_id}")
     return Encoded(text)
 
 

@@ -137,6 +137,12 @@ def turn_id(loop: str, path: str, turn: int, call: int = 0) -> str:
     return full if len(full) <= MAX_LENGTH else _shortened(full, ".")
 
 
+def budget_key(loop: str, path: str, resource: str) -> str:
+    """Return what an answer for more of a resource names; in a branch the loop too, since others may wait beside it."""
+    full = f"{loop}:{resource}" if path else resource
+    return full if len(full) <= MAX_LENGTH else _shortened(full, ".")
+
+
 def branch_path(scope: str, name: str) -> str:
     """Return the path of a branch; its name is escaped, so that no two paths are the same."""
     return f"{scope}.{escaped(name)}"

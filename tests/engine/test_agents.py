@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
+from decimal import Context, Decimal, localcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from loom_django import (
     Tool,
     ToolCall,
     flow,
+    register_type,
     tool,
 )
 from loom_django.errors import (
@@ -207,6 +211,123 @@ def test_what_goes_wrong_is_told_to_the_model(world: World) -> None:
     assert list(KEYS) == ["agent#turn:1", "agent#turn:1:tool:1", "agent#turn:2"]
 
 
+@register_type(name="g.Money")
+@dataclass
+class Money:
+    euros: int
+
+    def __post_init__(self) -> None:
+        if self.euros > 10:
+            raise OverflowError("too much")
+
+
+class Size(enum.Enum):
+    SMALL = "s"
+
+    @classmethod
+    def _missing_(cls, value: Any) -> Size:
+        return cls(value.lower())
+
+
+register_type(Size, name="g.Size")
+
+HOSTILE: list[Any] = [
+    {"number": 10**400},
+    {"number": float("nan")},
+    {"number": float("-inf")},
+    {"exact": "NaN"},
+    {"exact": "sNaN"},
+    {"exact": float("inf")},
+    {"money": {"euros": 11}},
+    {"size": 3},
+    {"exact": b"bytes"},
+    {"exact": {(1, 2): 3}},
+    {"size": 10**5000},
+    {"__class__": 1},
+    {"ctx": None},
+    {"\ud800\0": 1},
+    {"x" * 500_000: 1},
+]
+
+
+@pytest.mark.parametrize("arguments", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_arguments_are_told_to_the_model(world: World, arguments: Any) -> None:
+    """Whatever a model gives, the call is not made and the flow does not fail by it."""
+
+    @tool(idempotent=False)
+    def typed(
+        ctx: StepContext,
+        number: float = 0,
+        exact: Decimal = Decimal(0),
+        money: Money | None = None,
+        size: Size = Size.SMALL,
+    ) -> None:
+        said(ctx)
+
+    script([ToolCall("id", "typed", arguments), ToolCall("id", "typed", {})], "done")
+
+    @flow("g.hostile", steps=[model, typed], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        return ctx.agent_loop("agent", model=model, tools=[typed], messages=HELLO).messages
+
+    told = [message for message in body.start().result() if message["role"] == "tool"]
+    assert [message.get("error_type") for message in told] == ["InvalidArguments", None]
+    assert list(KEYS) == ["agent#turn:1", "agent#turn:1:tool:2", "agent#turn:2"]
+
+
+@pytest.mark.parametrize("name", ["__class__", "", "\ud800", None, [], {}, "pay"], ids=range(7))
+def test_hostile_names_are_told_to_the_model(world: World, name: Any) -> None:
+    """A tool that the flow declares is none of the loop's unless the loop was given it."""
+    script([ToolCall(name, name, {"euros": 1})], "done")
+
+    @flow("g.names", steps=[model, look, pay], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        return tool_messages(ctx.agent_loop("agent", model=model, tools=[look], messages=HELLO))
+
+    [told] = body.start().result()
+    assert (told["error_type"], told["tool_call_id"]) == ("UnknownTool", name)
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [ToolCall("id" * 300_000, "nothing", {})],
+        [ToolCall("id", "give", {"depth": 199})],
+        [ToolCall("id", "nothing", {"deep": nested(195)})],
+    ],
+    ids=["large", "deep result", "deep call"],
+)
+def test_a_turn_that_cannot_be_asked_has_failed(world: World, calls: list[ToolCall]) -> None:
+    """By no fault of the flow's own: it may catch it, and if it does not, what it has done is undone."""
+
+    @tool(idempotent=False)
+    def give(ctx: StepContext, depth: int) -> Any:
+        return nested(depth)
+
+    @tool(idempotent=True)
+    def undo(ctx: StepContext) -> None:
+        said(ctx)
+
+    @flow("g.unasked", steps=[model, give, undo], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        ctx.on_failure(undo)
+        ctx.agent_loop("agent", model=model, tools=[give], messages=HELLO)
+
+    SCRIPT[:] = [ModelTurn("", calls), ModelTurn("done")]
+    handle = body.start()
+    for failed in (handle, world.loom.rerun(handle.id)):
+        with pytest.raises(ExecutionFailedError, match="agent#turn:2"):
+            failed.result()
+    assert len(KEYS["undo"]) == 1
+
+
 def test_a_refusal_stands_whatever_the_code_becomes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was decided once: a replay makes no call that the model was told was not made."""
     script([call("buy"), call("look", what="a")], "done")
@@ -238,6 +359,47 @@ def test_the_last_turn_makes_no_calls(world: World) -> None:
     assert (result.stop_reason, result.finished, result.turns) == ("max_turns", False, 2)
     assert [message.get("error_type") for message in tool_messages(result)] == [None, "MaxTurns", "MaxTurns"]
     assert "agent#turn:2:tool:1" not in KEYS
+
+
+def test_the_last_turn_stays_the_last(world: World) -> None:
+    """A release that lets the model have more turns makes no call that the flow was told was not made."""
+    script([call("pay", euros=1)], "done")
+    most = [1]
+
+    @flow("g.last", steps=[model, pay], step_families=["agent"])
+    def body(ctx: FlowContext) -> str:
+        options: dict[str, Any] = {"tools": [pay], "messages": HELLO, "max_turns": most[0]}
+        result = ctx.agent_loop("agent", model=model, **options)
+        ctx.suspend("Go")
+        return result.stop_reason
+
+    handle = body.start()
+    most[0] = 5
+    world.loom.resume(handle.id, event_type="Go")
+    assert handle.result() == "max_turns"
+    assert list(KEYS) == ["agent#turn:1"]
+    forked = world.loom.fork(handle.id, from_step="agent#turn:1")
+    assert set(KEYS) == {"agent#turn:1", "agent#turn:1:tool:1", "agent#turn:2"}
+    world.loom.resume(forked.id, event_type="Go")
+    assert forked.result() == "finished"
+
+
+def test_a_turn_whose_calls_were_begun_is_not_the_last(world: World) -> None:
+    """A release with fewer turns does not tell the flow that a call was not made which was."""
+    script([call("wire", euros=1)], "done")
+    most = [5]
+
+    @flow("g.fewer", steps=[model, wire], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        options: dict[str, Any] = {"tools": [wire], "messages": HELLO, "max_turns": most[0]}
+        return [
+            message["content"] for message in tool_messages(ctx.agent_loop("agent", model=model, **options))
+        ]
+
+    handle = body.start()
+    most[0] = 1
+    world.loom.resolve(handle.id, "agent#turn:1:tool:1", "completed-with-result", output="tx")
+    assert handle.result() == ["tx"]
 
 
 def test_a_model_that_fails_fails_the_loop(world: World) -> None:
@@ -321,6 +483,8 @@ LOOPS: list[tuple[dict[str, Any], str]] = [
     ({"loop": "other"}, 'does not declare "other"'),
     ({"loop": "agent#1"}, 'must not contain "#"'),
     ({"tools": [look, pay.named("elsewhere")]}, "^$"),  # listed as pay: its own name in the loop
+    ({"tools": None}, "tools=None must be a list"),
+    ({"tools": look}, "must be a list of tools"),
     ({"tools": [look, look]}, "two tools of the loop are named 'look'"),
     ({"tools": [look.keyed(1)]}, "is keyed"),
     ({"tools": [lambda ctx: None]}, "decorate it with @tool"),
@@ -371,12 +535,16 @@ def test_a_second_loop_needs_another_name(world: World) -> None:
         body.start().result()
 
 
-def test_a_model_returns_a_turn(world: World) -> None:
+NO_TURNS: list[Any] = ["hello", *map(partial(ModelTurn, ""), [None, ToolCall("id", "look"), ["look"]])]
+
+
+@pytest.mark.parametrize("turn", NO_TURNS)
+def test_a_model_returns_a_turn(world: World, turn: Any) -> None:
     """Anything else is named."""
 
     @tool
-    def chatty(ctx: StepContext, messages: Any, tools: Any) -> str:
-        return "hello"
+    def chatty(ctx: StepContext, messages: Any, tools: Any) -> Any:
+        return turn
 
     @flow("g.chatty", steps=[chatty], step_families=["agent"])
     def body(ctx: FlowContext) -> None:
@@ -539,7 +707,7 @@ def test_a_budget_that_is_used_up_parks(world: World) -> None:
     handle = agent("g.budget", budget={"usd": Decimal("0.10"), "tokens": 5}).start()
     [wait] = world.state(handle).pending_waits
     assert (wait.on, wait.correlation_key) == ("BudgetExhausted", "usd")
-    assert wait.budget == {"loop": "agent", "used": "0.10", "limit": "0.10"}
+    assert wait.budget == {"loop": "agent", "resource": "usd", "used": "0.10", "limit": "0.10"}
     assert "agent#turn:1:tool:1" not in KEYS
     raised: dict[str, Any] = {"event_type": "BudgetExhausted", "correlation_key": "usd"}
     world.loom.resume(handle.id, **raised, payload={"limit": Decimal("0.20")})
@@ -628,6 +796,19 @@ def test_what_was_used_survives_a_crash(
     world.recover()
     attempts = len(KEYS["agent#turn:1"]) + len(KEYS["agent#turn:2"])
     assert handle.result().used["usd"] >= attempts * Decimal("0.10")
+
+
+def test_of_an_attempt_that_is_cut_off_nothing_is_counted(
+    world: World, crash_at: Callable[[str, str], None]
+) -> None:
+    """What it metered was to be durable with the outcome that it never had."""
+    script("done")
+    crash_at("agent#turn:1", "after-effect")
+    handle = agent("g.cut").start()
+    world.shift(timedelta(hours=1))
+    world.recover()
+    assert handle.result().used == {"usd": Decimal("0.10")}
+    assert len(KEYS["agent#turn:1"]) == 2
 
 
 def test_branches_of_one_loop_share_a_budget(world: World) -> None:
@@ -720,6 +901,49 @@ def test_calls_that_wait_for_one_answer_take_it_once(world: World) -> None:
     world.loom.resume(handle.id, event_type="Go")
     assert handle.result(timeout=5) == {"talks": "done", "pays": None}
     assert world.kinds(handle.id).count("MESSAGE_CONSUMED") == 1
+
+
+def test_loops_side_by_side_are_answered_one_by_one(world: World) -> None:
+    """Each by its name: both wait for more of one resource."""
+    script([call("look", what="a")], "done")
+
+    @flow("g.both", steps=[model, look], step_families=["agent"])
+    def body(ctx: FlowContext) -> Any:
+        def one(inner: FlowContext, side: str) -> str:
+            budget = {"usd": Decimal("0.10")}
+            result = inner.agent_loop("agent", model=model, tools=[look], messages=HELLO, budget=budget)
+            return result.text + side
+
+        return ctx.parallel({"l": lambda c: one(c, "left"), "r": lambda c: one(c, "right")})
+
+    handle = body.start()
+    waits = {wait.correlation_key for wait in world.state(handle).pending_waits}
+    assert waits == {"agent#1.l:usd", "agent#1.r:usd"}
+    for limit, key in ((10**5000, "agent#1.r:usd"), (1, "agent#1.l:usd")):
+        world.loom.resume(
+            handle.id, event_type="BudgetExhausted", correlation_key=key, payload={"limit": limit}
+        )
+    assert handle.result() == {"l": "doneleft", "r": "doneright"}
+
+
+def test_no_amount_makes_a_log_unreadable(world: World) -> None:
+    """Sums are exact to 60 digits in whatever decimal context a process has, and rounded up beyond."""
+
+    @tool
+    def spend(ctx: StepContext, amount: Any) -> None:
+        ctx.meter("usd", amount)
+
+    @flow("g.sums", steps=[spend])
+    def body(ctx: FlowContext, *amounts: Any) -> None:
+        for amount in amounts:
+            ctx.run(spend, amount)
+
+    with localcontext(Context(prec=4)):
+        exact = body.start(10**40, Decimal("0.1"))
+        vast = body.start(10**5000, Decimal("9E999999999999999999"), Decimal("9E999999999999999999"))
+        assert [exact.status, vast.status] == [Status.COMPLETED] * 2
+        assert world.state(exact).meters["usd"] == Decimal("1" + "0" * 40 + ".1")
+        assert world.state(vast).meters["usd"] == Decimal("Infinity")
 
 
 def test_a_flow_cannot_wait_for_a_budget_itself(world: World) -> None:
