@@ -31,7 +31,7 @@ from loom_django.services.worker import WorkerService
 
 Appends = list[list[tuple[str, str]]]
 
-# So long after it every lease has ended.
+# So long after it every lease has ended, and every timer is due.
 LATER: Final = timedelta(hours=1)
 
 
@@ -106,18 +106,26 @@ def drain(bench: Bench, ids: Sequence[str], level: int) -> None:
 
 def due(bench: Bench, count: int) -> list[str]:
     bench.loom.dispatcher = InlineDispatcher(bench.engine)
-    ids = [bench.loom.start(sleeps).id for _ in range(count)]
-    time.sleep(1)
-    return ids
+    return [bench.loom.start(sleeps).id for _ in range(count)]
+
+
+@contextmanager
+def much_later(store: Any) -> Iterator[None]:
+    store.shift_clock(LATER)
+    try:
+        yield
+    finally:
+        store.shift_clock(-LATER)
 
 
 def wake(bench: Bench, ids: Sequence[str], level: int) -> None:
     """Have what is due woken and run."""
     bench.loom.dispatcher = WorkerDispatcher()
     timers = TimerService(bench.engine, lambda: bench.loom.dispatcher, limit=100)
-    while timers.tick():
-        pass
-    drain(bench, ids, level)
+    with much_later(bench.store):
+        while timers.tick():
+            pass
+        drain(bench, ids, level)
 
 
 def abandoned(bench: Bench, count: int) -> list[str]:
@@ -132,14 +140,10 @@ def abandoned(bench: Bench, count: int) -> list[str]:
 
 def recover(bench: Bench, ids: Sequence[str], level: int) -> None:
     bench.loom.dispatcher = WorkerDispatcher()
-    store = bench.store
-    store.shift_clock(LATER)
-    try:
-        while recover_abandoned(bench.loom, leases=store, limit=100).recovered:
+    with much_later(bench.store):
+        while recover_abandoned(bench.loom, leases=bench.store, limit=100).recovered:
             pass
         drain(bench, ids, level)
-    finally:
-        store.shift_clock(-LATER)
 
 
 def recorded(bench: Bench, count: int) -> str:

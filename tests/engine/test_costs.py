@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from benchmarks import fences
+from benchmarks import fences, wholes
 from benchmarks.counts import Counts
 from benchmarks.frame import Bench, Case, shape
 from loom_django import FlowContext, StepContext, flow, tool
@@ -138,3 +138,15 @@ def test_bodies_that_run_at_the_same_time_share_commits(monkeypatch: pytest.Monk
     )  # the markers and the ends; outcomes go by themselves where a tool took its time
     assert len(sizes) <= MANY // 4
     assert store._group is None
+
+
+@pytest.mark.parametrize("whole", wholes.WHOLES, ids=lambda whole: whole.name)
+def test_each_benchmark_does_what_it_is_named_for(whole: wholes.Whole) -> None:
+    """Two pieces of it, in memory: what was to end has ended, so no figure is of something that failed."""
+    bench = Bench(MemoryStore(), keeper=NoKeeper())
+    with wholes.recording(bench.store) as appends:
+        prepared = whole.prepare(bench, 2)
+        whole.work(bench, prepared, 2)
+    statuses = {bench.store.status(key) for key in appends}
+    expected = {"start only": {Status.PENDING}}.get(whole.name, {Status.COMPLETED})
+    assert statuses == ({Status.SUSPENDED} if whole.reads else expected)
