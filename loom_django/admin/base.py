@@ -172,7 +172,7 @@ def doing(execution: Execution) -> Any:
     if waits:
         # What only a person can bring forward stands before what comes by itself.
         first = min(waits, key=lambda wait: wait["on"] != ON_VERDICT)
-        words = show.wait_in_words(first["on"], first["key"], first["wake_at"], first.get("budget"))
+        words = show.wait_of(first, first["wake_at"])
         more = _(", and %(n)d more") % {"n": len(waits) - 1} if len(waits) > 1 else ""
         return format_html("{}{}", words, more)
     return execution.error_type if execution.error_type else shortened(execution.current_step)

@@ -15,14 +15,14 @@ from loom_django import conf
 from loom_django.admin import show, timeline
 from loom_django.admin.show import Payload, Viewer
 from loom_django.engine.core import to_micros
-from loom_django.kernel.events import Event
+from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.fold import fold
 from loom_django.kernel.state import ON_MESSAGE, ON_VERDICT, ExecutionState, Frame, FrameStatus, is_reserved
 from loom_django.models import Execution, Timer
+from loom_django.services.operators import about
 
 LOG_PAGE: Final = 50
 TIMERS: Final = 50
-_DETAILS: Final = ("step", "event", "decision", "resource", "name", "child", "act", "reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class WaitRow:
     """One wait of the newest park."""
 
     id: str
+    on: str
     words: str
     since: Any
     for_: str
@@ -119,6 +120,15 @@ class ExecutionPage:
         return self.viewer.payload(self.state.input, "input")
 
     @property
+    def attributes(self) -> Payload | None:
+        return self.viewer.payload(self.row.attributes, "attributes") if self.row.attributes else None
+
+    @property
+    def children(self) -> list[str]:
+        """The ids of its children, in the order in which they were started."""
+        return [event.data["child"] for event in self.events if event.kind == Kind.CHILD_STARTED]
+
+    @property
     def result(self) -> Payload | None:
         if self.state.status != "COMPLETED":
             return None
@@ -161,7 +171,10 @@ class ExecutionPage:
         return [
             WaitRow(
                 id=wait.id,
-                words=show.wait_in_words(wait.on, wait.correlation_key, wait.wake_at, wait.budget),
+                on=wait.on,
+                words=show.wait_in_words(
+                    wait.on, wait.correlation_key, wait.wake_at, wait.budget, len(wait.children)
+                ),
                 since=show.when_micros(wait.since),
                 for_=show.span((self.now - wait.since) / 1_000_000),
                 step=str(wait.correlation_key) if wait.on == ON_VERDICT else "",
@@ -175,7 +188,10 @@ class ExecutionPage:
         """What ends at this time, in words; '' if nothing that is waited for does."""
         wake_at = to_micros(moment)
         ends = [wait for wait in self.state.pending_waits if wait.wake_at == wake_at]
-        return ", ".join(show.wait_in_words(wait.on, wait.correlation_key, None) for wait in ends)
+        return ", ".join(
+            show.wait_in_words(wait.on, wait.correlation_key, None, children=len(wait.children))
+            for wait in ends
+        )
 
     @property
     def forked_from(self) -> dict[str, Any] | None:
@@ -210,9 +226,7 @@ class ExecutionPage:
         data = event.data
         at = data.get("at", 0)
         last = self.events[place - 1].data.get("at", 0) if place else 0
-        details = [str(data[name]) for name in _DETAILS if data.get(name)]
-        if data.get("cause"):
-            details.append(str(show.redacted(data["cause"], "cause")))
+        details = [_in_words(name, value) for name, value in about(event) if name != "principal"]
         return LogRow(
             event=event,
             at=show.when(event.recorded_at) or show.when_micros(at),
@@ -234,6 +248,18 @@ def described(error: Any, viewer: Viewer) -> dict[str, Any]:
         "seen": show.printable(str(error.get("seen", ""))),
         "source_line": show.printable(str(error.get("source_line", ""))),
     }
+
+
+def _in_words(name: str, value: Any) -> str:
+    """What an event is about, as the project lets it be seen."""
+    match name:
+        case "waits":
+            return ", ".join(map(show.wait_of, value))
+        case "cause":
+            return str(show.redacted(value, "cause"))
+        case "error":
+            return one_line(value)[:120]
+    return str(value)
 
 
 def message_of(error: Any) -> str:

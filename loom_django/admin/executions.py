@@ -7,6 +7,7 @@ import re
 from typing import Any, Final, NoReturn
 from urllib.parse import urlencode
 
+from django.apps import apps
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
@@ -22,7 +23,7 @@ from django.views.decorators.http import require_safe
 
 from loom_django import conf
 from loom_django.admin import overview, queue, show
-from loom_django.admin.acts import VIEWS, OutcomeView, ResumeView, SendView, VerdictView
+from loom_django.admin.acts import VIEWS, GateView, OutcomeView, ResumeView, SendView, VerdictView
 from loom_django.admin.base import ReadOnlyAdmin, doing, flow_of, holder, kind_of, shortened, state
 from loom_django.admin.execution_page import ExecutionPage, WaitRow
 from loom_django.admin.filters import FlowFilter, NeedsMeFilter, SubjectFilter, WaitingFilter
@@ -43,6 +44,7 @@ from loom_django.services.operators import Act, Operator
 # The log stands on its execution's page: a model with a composite key has no admin of its own.
 VIEW_EVENT: Final = "loom.view_event"
 VIEW_SCHEDULE: Final = "loom.view_schedulestate"
+CHILDREN: Final = 20
 
 
 class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
@@ -229,6 +231,10 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             occurrence=show.when(execution.scheduled_at),
             schedule_url=self._schedule_url(request, execution),
             source=self.execution_link(page.forked_from["execution"]) if page.forked_from else "",
+            parent=self.execution_link(execution.parent_id) if execution.parent_id else "",
+            subject_url=self._subject_url(request, execution),
+            children=self._children(page),
+            children_url=self._children_url(execution),
             chain=[
                 (label, self.execution_link(execution_id))
                 for label, execution_id in page.chain
@@ -266,12 +272,42 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
         if wait.message and operator.may(Act.SEND_MESSAGE):
             address = self.execution_url(execution.pk, SendView.suffix)
             return f"{address}?{urlencode({'name': wait.message})}", _("Send")
+        for view in VIEWS:
+            if issubclass(view, GateView) and view.gate == wait.on and operator.may(view.act):
+                return self.execution_url(execution.pk, view.suffix), view.title
         return "", ""
 
     def _schedule_url(self, request: HttpRequest, execution: Execution) -> str:
         if execution.scheduled_at is None or not request.user.has_perm(VIEW_SCHEDULE):
             return ""
         return self.url("loom_schedulestate_change", quote(execution.pk.rpartition("@")[0]))
+
+    def _subject_url(self, request: HttpRequest, execution: Execution) -> str:
+        """The subject's own page on this admin site, for those who may look at it."""
+        try:
+            model: Any = apps.get_model(execution.subject_type)
+        except (LookupError, ValueError):  # none, or one that is no more
+            return ""
+        if not self.admin_site.is_registered(model):
+            return ""
+        if not self.admin_site.get_model_admin(model).has_view_permission(request):
+            return ""
+        name = f"{model._meta.app_label}_{model._meta.model_name}_change"
+        return self.url(name, quote(execution.subject_id))
+
+    def _children(self, page: ExecutionPage) -> list[tuple[Any, ...]]:
+        """The newest children: a link, status, flow, and what each waits for or is about."""
+        newest = page.children[: -CHILDREN - 1 : -1]
+        rows = Execution.objects.defer("attributes", "error_message").in_bulk(newest) if newest else {}
+        return [
+            (self.execution_link(id), state(rows[id]), flow_of(rows[id]), doing(rows[id]))
+            if id in rows
+            else (show.printable(id), _("removed"), "", "")
+            for id in newest
+        ]
+
+    def _children_url(self, execution: Execution) -> str:
+        return f"{self.url('loom_execution_changelist')}?{urlencode({'parent_id__exact': execution.pk})}"
 
     def _timer(self, timer: Timer, page: ExecutionPage) -> dict[str, Any]:
         due = timer.not_before or timer.wake_at

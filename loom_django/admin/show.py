@@ -19,7 +19,7 @@ from django.utils import timezone
 from django.utils.html import format_html
 from django.utils.module_loading import import_string
 from django.utils.safestring import SafeString
-from django.utils.translation import gettext, pgettext
+from django.utils.translation import gettext, ngettext, pgettext
 
 from loom_django import conf
 from loom_django.engine.core import from_micros
@@ -100,7 +100,9 @@ def to_text(value: Any) -> str:
     """JSON if JSON can say it, as an operator would type it; else as Python writes it."""
     try:
         if _is_json(value):
-            text = json.dumps(value, indent=2, ensure_ascii=False)
+            text = json.dumps(value, ensure_ascii=False)
+            if len(text) > FOLD_ABOVE:
+                text = json.dumps(value, indent=2, ensure_ascii=False)
         else:
             text = pprint.pformat(value, width=100, sort_dicts=False)
     except Exception:  # digits without end, or a class whose repr fails
@@ -197,10 +199,21 @@ def ago(moment: datetime | None) -> str:
 # Waits.
 
 
+def wait_of(item: Mapping[str, Any], wake_at: int | None = None) -> str:
+    """A wait as a park and the projection have it, as a person would say it."""
+    children = item.get("children", 0)  # the projection has how many, a park has which
+    count = children if isinstance(children, int) else len(children)
+    return wait_in_words(item["on"], item.get("key"), wake_at, item.get("budget"), count)
+
+
 def wait_in_words(
-    on: str, key: str | None, wake_at: int | None, budget: Mapping[str, str] | None = None
+    on: str,
+    key: str | None,
+    wake_at: int | None,
+    budget: Mapping[str, str] | None = None,
+    children: int = 0,
 ) -> str:
-    """What an execution waits for, as a person would say it."""
+    """What an execution waits for, as a person would say it; ``children`` is how many are waited for together."""
     until = "" if wake_at is None else _until(wake_at)
     match on:
         case _ if on == ON_VERDICT:
@@ -222,6 +235,9 @@ def wait_in_words(
                 **budget,
                 "resource": key,
             }
+        case _ if on == ON_CHILD and key is None:
+            told = ngettext("%(n)d child%(until)s", "%(n)d children%(until)s", children)
+            return told % {"n": children, "until": until}
         case _ if on == ON_CHILD:
             return gettext("the child %(child)s%(until)s") % {"child": key, "until": until}
     named = f"{on} ({key})" if key else on

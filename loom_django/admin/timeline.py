@@ -161,7 +161,7 @@ def _suspended(lanes: _Lanes, data: Mapping[str, Any]) -> None:
     for wait in data["waits"]:
         if wait["on"] == ON_VERDICT:
             continue  # drawn on the step's own lane
-        lane = lanes.wait(wait["id"], show.wait_in_words(wait["on"], wait.get("key"), None))
+        lane = lanes.wait(wait["id"], show.wait_of(wait))
         if not lane.segments or lane.segments[-1].end is not None:
             lane.segments.append(Segment(data["at"], "park"))
 

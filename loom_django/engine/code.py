@@ -98,8 +98,8 @@ def explain(judged: Judged, fold: Fold) -> list[str]:
         return ["a newer release started it"]
     if judged.mismatch == "code":
         return [
-            "the flow's body was changed; if it asks for what the log holds, list the recorded fingerprint in "
-            "compatible_with="
+            "the flow's body was changed; if it asks for what the log holds, list the recorded fingerprint: "
+            f'compatible_with=["{fold.code_hash}"]'
         ]
     return changes(fold, flow)
 

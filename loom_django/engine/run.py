@@ -268,7 +268,7 @@ def _fail(body: Body, error: BaseException) -> Ended:
     body.journal.record(Kind.EXECUTION_FAILED, {"error": described})
     body.land(ownership=NOBODY, timers_off=None)
     log.warning(
-        "an execution failed: %s",
+        "the body of an execution raised: %s",
         described["type"],
         exc_info=error,
         extra={"execution_id": body.execution_id, "flow_id": body.flow.id},

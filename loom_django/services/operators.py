@@ -15,7 +15,7 @@ import enum
 import getpass
 import logging
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -896,6 +896,20 @@ def folded(events: typing.Iterable[Event]) -> Fold:
 
 
 # What an operator takes away.
+
+
+_ABOUT: Final = (
+    "step", "event", "decision", "resource", "name", "child", "successor", "waits", "error", "cause", "act", "principal",
+    "reason",
+)  # fmt: skip
+
+
+def about(event: Event) -> Iterator[tuple[str, Any]]:
+    """What an event is about, by name, in the order in which it is read.
+
+    ``waits`` are those of a park, ``error`` is a recorded failure with ``type`` and ``message``; the rest is text.
+    """
+    return ((name, event.data[name]) for name in _ABOUT if event.data.get(name))
 
 
 def exported(event: Event, payload: Any) -> dict[str, Any]:

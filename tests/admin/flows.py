@@ -62,6 +62,14 @@ def even(ctx: StepContext) -> int:
     return _answer()
 
 
+@flow("clan", steps=[transfer])
+def clan(ctx: FlowContext, names: list[str]) -> int:
+    if not names:
+        raise ValueError("nobody of that name")
+    children = [ctx.start_child(clan, []), *(ctx.start_child("ask") for _ in names)]
+    return len(ctx.await_children(children, mode="settled"))
+
+
 @flow("goes-on")
 def goes_on(ctx: FlowContext, number: int) -> None:
     if number < 4:

@@ -10,6 +10,7 @@ from django.utils.html import strip_tags
 from loom_django.admin import show, timeline
 from loom_django.admin.execution_page import LOG_PAGE
 from loom_django.kernel.events import KERNEL_KINDS, Event, Kind, pack
+from loom_django.models import Execution
 from loom_django.runtime import loom
 from tests.admin import flows
 from tests.admin.conftest import client_of, diverged, in_doubt, kinds, url, verdict
@@ -92,6 +93,29 @@ def test_a_wait_is_a_lane_until_it_is_answered():
     assert fired.segments[0].end == 160 * SECOND
     ended = timeline.lanes_of(log_of(*facts, (Kind.EXECUTION_CANCELLED, {"at": 130})))[1]
     assert ended.segments[0].end == 130 * SECOND
+
+
+def test_a_parent_and_its_children_lead_to_each_other(console):
+    """Each child with its status; what is removed stays a name; their number is told where they are waited for."""
+    flows.clan.using(execution_id="clan").start(["ada", "eve"])
+    page = console.get(url("execution_change", "clan")).content.decode()
+    said = strip_tags(page)
+    assert "3 children for" in " ".join(said.split())  # what it waits for
+    assert "the child None" not in said
+    links = [
+        page.index(f'href="{url("execution_change", f"clan/{name}")}"')
+        for name in ("ask#2", "ask#1", "clan#1")
+    ]
+    assert sorted(links) == links  # the newest first
+    assert page.index("Failed") > links[-1]
+    own = console.get(url("execution_changelist", parent_id__exact="clan"))
+    assert own.context["cl"].result_count == 3
+    assert (
+        f'href="{url("execution_change", "clan")}"'
+        in console.get(url("execution_change", "clan/ask#1")).content.decode()
+    )
+    Execution.objects.filter(pk="clan/ask#2")._raw_delete("default")
+    assert "removed" in console.get(url("execution_change", "clan")).content.decode()
 
 
 @pytest.mark.once
@@ -311,3 +335,13 @@ def test_a_budget_says_what_is_used_of_it(console):
     flows.bank.append(2)
     assert console.post(address, {**sent, "payload": '{"limit": 5}'}).status_code == 302
     assert loom.handle("x").result() == "done"
+
+
+def test_a_park_that_only_an_operator_ends_leads_to_the_act(console, ben):
+    """For those who may do it; and its cause stands in the log."""
+    diverged("shifted")
+    act = f'class="loom-button" href="{url("execution_retry_diverged", "shifted")}"'
+    assert act in console.get(url("execution_change", "shifted")).content.decode()
+    page = client_of(ben).get(url("execution_change", "shifted")).content.decode()
+    assert act not in page
+    assert "FlowDivergenceError" in page[page.index('id="log"') :]

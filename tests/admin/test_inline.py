@@ -95,6 +95,17 @@ def test_an_object_with_many_executions_shows_the_newest(clerk, order):
     assert f"shop.order {order.pk}" in found.content.decode()  # the filter says what it does
 
 
+def test_an_execution_leads_to_its_object(clerk, order, ben):
+    """For those who may look at it; its attributes stand beside it."""
+    flows.ask.using(execution_id="x", subject=order, attributes={"country": "DE"}).start()
+    link = f'href="{page_of(order)}"'
+    assert link in clerk.get(url("execution_change", "x")).content.decode()
+    text = client_of(ben).get(url("execution_change", "x")).content.decode()
+    assert link not in text
+    assert f"shop.order {order.pk}" in text
+    assert "&quot;country&quot;: &quot;DE&quot;" in text
+
+
 def test_few_executions_need_no_list(clerk, order):
     """No link leads to what is shown already; and none says so."""
     assert "None was started for this object" in clerk.get(page_of(order)).content.decode()

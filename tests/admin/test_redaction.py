@@ -66,7 +66,7 @@ def test_without_the_permission_no_payload_is_shown(db):
     """Inputs, arguments, results and payloads of events say that they are hidden."""
     in_doubt("doubt", SECRET, {"card": SECRET})
     flows.bank.append(SECRET)
-    flows.pay.using(execution_id="done").start(SECRET)
+    flows.pay.using(execution_id="done", attributes={"card": SECRET}).start(SECRET)
     client = client_of(make_user("carl", "view_execution", "view_event", "resolve_step"))
     for address in everything():
         if "log" in address or "broken" in address:

@@ -248,6 +248,14 @@ def test_a_history_is_printed_for_people():
     assert [line.split()[0] for line in lines] == [str(n) for n in range(1, len(lines) + 1)]
     assert "EXECUTION_STARTED" in lines[0]
     assert "step='transfer'" in lines[1]
+    assert "waits='EffectInDoubtResolved (transfer)'" in lines[-1]
+    flows.clan.using(execution_id="clan").start(["ada"])
+    told = run("loom_history", "clan")
+    assert "child='clan/clan#1'" in told
+    assert "waits='CHILD_DONE'" in told
+    assert "error='builtins.ValueError: nobody of that name'" in run("loom_history", "clan/clan#1")
+    flows.goes_on.using(execution_id="c").start(3)
+    assert "successor='c~2'" in run("loom_history", "c")
 
 
 def test_a_history_is_printed_for_machines():

@@ -117,6 +117,8 @@ def test_whatever_no_code_here_continues_breaks(
         deploy("check.gone", **new)
     finding, _ = broken("check.gone")
     assert finding["mismatch"] == mismatch
+    if mismatch == "code":
+        assert 'compatible_with=["a"]' in finding["message"]
 
 
 def test_what_is_pinned_or_declared_compatible_passes() -> None:

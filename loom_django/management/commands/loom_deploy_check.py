@@ -47,8 +47,9 @@ class Command(BaseCommand):
         for group in groups:
             recorded = group.recorded
             goes_on = f"version {group.continues}" if group.continues else "nothing here"
+            body = f" fingerprint {recorded.code_hash[:19]}" if recorded.code_hash else ""
             self.stdout.write(
-                f"{recorded.flow_id} version {recorded.version} {recorded.flow_hash[:19]}: {group.live} live since "
+                f"{recorded.flow_id} version {recorded.version} {recorded.flow_hash[:19]}{body}: {group.live} live since "
                 f"{group.oldest:%Y-%m-%d}, continued by {goes_on}"
             )
         for finding in findings:

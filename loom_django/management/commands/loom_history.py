@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from django.core.management.base import BaseCommand, CommandError
 
 from loom_django.engine.core import from_micros
 from loom_django.errors import ExecutionNotFoundError
+from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.management.options import add_format
 from loom_django.runtime import loom
-from loom_django.services.operators import exported
+from loom_django.services.operators import about, exported
 
-_ABOUT = ("step", "event", "decision", "resource", "name", "cause", "act", "principal", "reason")
+MAX_ERROR: Final = 200
 
 
 class Command(BaseCommand):
@@ -50,10 +51,19 @@ class Command(BaseCommand):
 
 def as_text(event: Event) -> str:
     """An event on one line."""
-    about = (f"{name}={event.data[name]!r}" for name in _ABOUT if event.data.get(name))
-    return " ".join(
-        (f"{event.sequence:>6}", f"{_time(event):%Y-%m-%d %H:%M:%S}", f"{event.kind:<20}", *about)
-    )
+    told = (f"{name}={_plain(name, value)!r}" for name, value in about(event))
+    return " ".join((f"{event.sequence:>6}", f"{_time(event):%Y-%m-%d %H:%M:%S}", f"{event.kind:<20}", *told))
+
+
+def _plain(name: str, value: Any) -> Any:
+    match name:
+        case "waits":
+            return ", ".join(
+                f"{wait['on']} ({wait['key']})" if wait.get("key") else wait["on"] for wait in value
+            )
+        case "error":
+            return f"{value.get('type', '')}: {codec.decode(value.get('message', ''))}"[:MAX_ERROR]
+    return value
 
 
 def _time(event: Event) -> datetime:
