@@ -262,10 +262,11 @@ def _answer_and_acquire(parks: Parks, log: Any) -> Acquired | Stale:
     """An answer that is not committed yet when somebody acquires the fence; what becomes of the latter."""
     with transaction.atomic():
         parks.store.append(log.answer())
+        has_row = Fence.objects.filter(pk=log.id).exists()  # asked first: the acquire makes one
         acquiring = rivals.InThread(
             lambda: store_for("default").acquire_fence_if(log.id, fence=0, park_seq=2)
         )
-        if Fence.objects.filter(pk=log.id).exists():
+        if has_row:
             rivals.wait_until_blocked()
         else:
             acquiring.join()
