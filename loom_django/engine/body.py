@@ -799,7 +799,8 @@ class BranchBody(Body):
     """One parallel branch: names, clock and counts of its own, the log and the seal of the whole body.
 
     It does not park by itself: it is left, and its scope parks when no other branch runs. ``closed`` is one of
-    a scope that the log says has failed: it goes as far as the log, and does nothing new.
+    a scope that has failed, now or by the log: it goes as far as the log, and does nothing new; nor do the branches
+    inside it.
     """
 
     def __init__(self, parent: Body, path: str, driver: Driver) -> None:
@@ -829,8 +830,12 @@ class BranchBody(Body):
     def begin_live(self) -> None:
         self.parent.begin_live()  # a scope inside of a closed branch does nothing new either
         super().begin_live()
-        if self.closed:
+        if self._is_closed():
             raise self.stop(Why.SIBLING)
+
+    def _is_closed(self) -> bool:
+        around = self.parent
+        return self.closed or (isinstance(around, BranchBody) and around._is_closed())
 
     def before_park(self, waits: Sequence[Wait]) -> Steps[None]:
         """The scope parks, and asks then."""

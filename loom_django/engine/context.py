@@ -252,8 +252,8 @@ class FlowContext(_Context):
         Returns their values by name; with ``settle`` an :class:`~loom_django.Outcome` for each.
 
         Raises:
-            StepFailed, WaitTimedOut, …: what the branch raised that failed first. Its siblings are stopped at
-                their next call; what their steps have done is kept. Not with ``settle``.
+            StepFailed, WaitTimedOut, …: what the branch raised that failed first. Its siblings begin nothing
+                new; what their steps have done is kept. Not with ``settle``.
             DuplicateBranchError: two branches are one function over one variable; misuse.
         """
         return self._do(parallel(self._body, branches, settle))

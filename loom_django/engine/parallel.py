@@ -2,8 +2,8 @@
 
 A branch is a bound step or a function of a context. What it asks for is named by its scope's path, never by
 who came first, so a replay finds the same answers whatever the order. When a branch waits, its siblings run on;
-when none runs, the scope parks on everything that is waited for. When a branch fails, its siblings are stopped
-at their next call, what their tools have done is kept, and the failure is the scope's.
+when none runs, the scope parks on everything that is waited for. When a branch fails, its siblings do nothing new,
+what their tools have done is kept, and the failure is the scope's.
 """
 
 from __future__ import annotations
@@ -115,8 +115,6 @@ class _Branch:
 
         body = self.body = self.scope.body.branch(self.path, driver)
         body.closed = self.scope.closed
-        if self.scope.stopped:
-            body.stop(Why.SIBLING)
         context: Any = AsyncFlowContext(body) if isinstance(driver, AsyncDriver) else FlowContext(body)
         if isinstance(self.what, Step):
             body.bound_at = self.scope.line
@@ -173,7 +171,6 @@ class _Scope:
         self.line = body.where()
         self.known = body.journal.fold.decisions.get(_DECISION + path)
         self.closed = self.known is not None
-        self.stopped = False
         self.failed: list[_Branch] = []
 
     def run(self) -> Steps[dict[str, Any]]:
@@ -189,6 +186,8 @@ class _Scope:
                 self._fail()
             waiting = [branch for branch in self.branches if branch.waiting]
             if not waiting:
+                if any(isinstance(branch.error, Unwind) for branch in self.branches):
+                    body.begin_live()  # stopped by a failure in a scope around this one
                 yield from body.after_scope(self.path)
                 return self._values()
             yield from body.before_park(self._waits(waiting))
@@ -200,13 +199,15 @@ class _Scope:
         self.body.seal(Why.INTERRUPTED, error)
 
     def has_failed(self, branch: _Branch) -> None:
+        """Have the siblings do nothing new. What they did before they ask for again, so that on a replay too a
+        compensation is registered for it."""
         self.failed.append(branch)
-        if self.settle or self.stopped:
+        if self.settle:
             return
-        self.stopped = True
+        self.closed = True
         for sibling in self.branches:
-            if sibling.body is not None and sibling is not branch:
-                sibling.body.stop(Why.SIBLING)
+            if sibling.body is not None:
+                sibling.body.closed = True
 
     def _raise_what_stops(self) -> None:
         if self.body.sealed is not None:

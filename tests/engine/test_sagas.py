@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -146,6 +147,42 @@ def test_a_compensation_that_fails(world: World) -> None:
 
     assert body.start().status == Status.FAILED
     assert RAN == ["refuse", "bad 1", "bad 2", "undo first"]
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("order", ["fails first", "fails last"])
+def test_what_a_failed_branches_sibling_has_done_is_undone_after_a_park_too(
+    world: World, order: str, inner: bool
+) -> None:
+    """On the replay the failure is served at once, and stops nobody short of what it had registered."""
+    registered = threading.Event()
+
+    @tool
+    def fail(ctx: StepContext) -> None:
+        registered.wait(10)
+        raise ValueError("no")
+
+    def charged(ctx: FlowContext) -> None:
+        ctx.run(book, "it")
+        ctx.on_failure(undo, "it")
+        ctx.on_failure(doubtful_undo)
+        registered.set()
+        ctx.suspend("never")
+
+    def around(ctx: FlowContext) -> None:
+        ctx.parallel({"charged": charged})
+        RAN.append("the inner scope was over")
+
+    @flow("s.sibling", steps=[book, undo, doubtful_undo, fail], divergence="fail")
+    def body(ctx: FlowContext) -> None:
+        branches: dict[str, Any] = {"fails": fail.bind(), "sibling": around if inner else charged}
+        ctx.parallel({name: branches[name] for name in sorted(branches, reverse=order == "fails last")})
+
+    handle = body.start()
+    (doubt,) = world.state(handle).in_doubt
+    world.loom.resolve(handle.id, doubt.step_id, "completed-with-result", output=None)
+    assert handle.status == Status.FAILED
+    assert [ran.partition("#")[0] for ran in RAN] == ["book", "doubtful_undo", "undo"]
 
 
 def test_a_decider_that_runs_steps(world: World) -> None:
