@@ -7,9 +7,9 @@ under its own id and so under its own idempotency keys. The source is not touche
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from loom_django.definitions import Flow
 from loom_django.engine.code import flow_for, graph_of
@@ -27,6 +27,9 @@ from loom_django.stores.base import Ownership, SequenceOccupied
 _NOT_INHERITED = (
     "parent", "on_parent_close", "scheduled_at", "start_at", "deadline", "chain", "link", "children",
 )  # fmt: skip
+
+# Of the events that say which code goes on, the newest counts; the prefix of their fields.
+_SAY_THE_CODE: Final[Mapping[str, str]] = {Kind.EXECUTION_STARTED: "", Kind.EXECUTION_MIGRATED: "to_"}
 
 
 def fork(
@@ -136,12 +139,16 @@ class _Copy:
         engine.store.check_clock()
         journal = Journal(engine, Fold(), fence=None, writer=random_token())
         options = self._options(journal)
+        code = next(event for event in reversed(self.events) if event.kind in _SAY_THE_CODE)
         for event in self.events:
-            body = event.body
+            fields = event.data
+            if event is code and self.flow is not None:
+                fields = {**fields, **_code_of(self.flow, _SAY_THE_CODE[event.kind])}
             if event.kind == Kind.EXECUTION_STARTED:
-                body = self._started(event, options)
+                fields = {**fields, "options": options}
             elif event.kind == Kind.CHILD_STARTED:
-                body = pack({**event.data, "on_parent_close": "abandon"})  # they are the source's
+                fields = {**fields, "on_parent_close": "abandon"}  # they are the source's
+            body = event.body if fields is event.data else pack(fields)
             self._copy(journal, event, body, execution_id)
         new = row_of_start(options, execution_id)
         timers = deadline_timer(execution_id, new)
@@ -167,18 +174,6 @@ class _Copy:
         journal.fold.apply(copied)
         journal.kept.append(copied)
 
-    def _started(self, event: Event, options: dict[str, Any]) -> str:
-        fields = {**event.data, "options": options}
-        if self.flow is not None:
-            flow = self.flow
-            fields |= {
-                "version": flow.version,
-                "hash": flow.flow_hash,
-                "code": flow.code_hash or None,
-                "graph": graph_of(flow),
-            }
-        return pack(fields)
-
     def _options(self, journal: Journal) -> dict[str, Any]:
         """The source's, as far as they are the copy's too, with its lineage."""
         source = self.fold.options
@@ -195,6 +190,15 @@ class _Copy:
         there = (events[0].data.get("options") or {}).get("forked_from") if events else None
         if there is None or any(there.get(name) != self.lineage[name] for name in ("execution", "step")):
             raise ExecutionConflictError(execution_id, "lineage")
+
+
+def _code_of(flow: Flow[..., Any], prefix: str) -> dict[str, Any]:
+    return {
+        f"{prefix}version": flow.version,
+        f"{prefix}hash": flow.flow_hash,
+        f"{prefix}code": flow.code_hash,
+        f"{prefix}graph": graph_of(flow),
+    }
 
 
 def _is_left_out(event: Event) -> bool:

@@ -87,6 +87,35 @@ def test_a_fork_from_an_earlier_step(world: World) -> None:
     assert again.result() == ["anna", 4, 40]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_copy_of_a_moved_execution_runs_the_version_that_is_asked_for(world: World, named: bool) -> None:
+    """The copied move does not point it back to its own target; without flow= that is what runs."""
+
+    def declare(version: int) -> Any:
+        def body(ctx: FlowContext) -> int:
+            got = ctx.run(first)
+            ctx.suspend("Go")
+            ctx.run(second, got)
+            return ctx.version
+
+        steps: list[Any] = [first, second, first.named(f"only in {version}")]
+        return flow("f.moved", version=version, steps=steps, divergence="fail")(body)
+
+    BROKEN[0] = False
+    source = declare(1).start()
+    world.loom.resume_as(source.id, declare(2), event_type="Go")
+    third = declare(3)
+    copy = world.loom.fork(source.id, from_step="second", flow=third if named else None)
+    state = world.state(copy.id)
+    assert copy.status == Status.COMPLETED
+    assert (
+        (state.version, state.flow_hash) == (3, third.flow_hash)
+        if named
+        else (2, world.state(source.id).flow_hash)
+    )
+    world.check(copy.id)
+
+
 def test_a_deadline_begins_anew(world: World) -> None:
     """As long from the fork on as it was from the start."""
     source = failed(world, "f.deadline", deadline=3600)
