@@ -448,6 +448,11 @@ class Body:
         """Serve a step whose id is known, or run it."""
         return (yield from steps.perform(self, step_id, tool, args, kwargs, within))
 
+    def serve(self, frame: Frame) -> Any:
+        """The recorded outcome of a settled step, for which no tool is needed."""
+        self.asked_for(frame.step_id)
+        return steps.serve(self, frame)
+
     def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run_step"))
         tool = steps.tool_of(self, step_id)

@@ -18,6 +18,7 @@ from loom_django.engine.journal import Journal
 from loom_django.errors import FlowCodeMismatchError, FlowNotFoundError, InvalidInputError, shown
 from loom_django.kernel.events import Kind
 from loom_django.kernel.fold import Fold
+from loom_django.kernel.state import Frame
 from loom_django.kernel.structure import base_of, family_admits
 
 Strategy = Literal["replay-check", "operator-ack"]
@@ -120,7 +121,7 @@ def target(registry: Registry, flow: str | Flow[..., Any], version: int | None =
 
 def report(fold: Fold, target: Flow[..., Any]) -> MoveReport:
     """Look at what a log holds with the eyes of another flow."""
-    vanished = Counter(_family_of(fold, step_id) for step_id in fold.frames if not target.in_family(step_id))
+    vanished = Counter(step for frame in fold.frames.values() if (step := _missing(fold, frame, target)))
     return MoveReport(
         execution_id=fold.execution_id,
         from_flow=fold.flow_id,
@@ -137,6 +138,16 @@ def report(fold: Fold, target: Flow[..., Any]) -> MoveReport:
         differences=() if target.has_structure(fold.flow_hash) else tuple(changes(fold, target)),
         park_sequence=fold.park_sequence,
     )
+
+
+def _missing(fold: Fold, frame: Frame, target: Flow[..., Any]) -> str:
+    """What a recorded step needs and the target does not declare; "" if there is nothing."""
+    if not target.in_family(frame.step_id):
+        return _family_of(fold, frame.step_id)
+    # A model's call that is under way goes on with its tool, whose name the id does not tell. A call is made by
+    # keywords; a turn is not, and goes on with the model that the loop has then.
+    goes_on = frame.loop and not frame.settled and not frame.args["args"]
+    return frame.tool if goes_on and frame.tool not in {tool.name for tool in target.steps.values()} else ""
 
 
 def _family_of(fold: Fold, step_id: str) -> str:

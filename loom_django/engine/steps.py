@@ -116,7 +116,7 @@ def perform(
     body.shared.tools[step_id] = tool
     frame = body.journal.fold.frames.get(step_id)
     if frame is not None and frame.settled:
-        return _serve(body, frame)
+        return serve(body, frame)
     given = encode_arguments(body, step_id, tool, args, kwargs, within)
     if frame is None:
         body.begin_new()
@@ -127,7 +127,7 @@ def perform(
             yield from body.wait_again(doubt_waits([frame])[0], "effect-indoubt")
             frame = body.journal.fold.frames[step_id]
             if frame.settled:
-                return _serve(body, frame)
+                return serve(body, frame)
         if frame is not None and frame.status is FrameStatus.RETRYING:
             yield from _await_retry(body, frame)
         outcome = yield from _attempt(body, step_id, tool, given, within)
@@ -138,7 +138,8 @@ def perform(
 _AGAIN: Final = object()
 
 
-def _serve(body: Body, frame: Frame) -> Any:
+def serve(body: Body, frame: Frame) -> Any:
+    """The recorded outcome of a settled step; a failure is raised."""
     body.served(frame.finished_at)
     if frame.status is FrameStatus.COMPLETED:
         return body.decode(frame.output)

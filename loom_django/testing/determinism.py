@@ -28,7 +28,7 @@ from loom_django.errors import FlowCodeMismatchError, HistoryLimitError
 from loom_django.kernel import codec
 from loom_django.kernel.events import Event, Kind
 from loom_django.kernel.fold import Fold
-from loom_django.kernel.state import HISTORY_DECISION, Wait
+from loom_django.kernel.state import HISTORY_DECISION, Frame, Wait
 
 WAY_OUT = (
     "A body must ask for the same each time it is run: read clocks, chance, settings and rows in a tool, or by "
@@ -164,6 +164,10 @@ class _FromLog(Body):
         if not frame.settled:
             self._stop_at(step_id, f"step {step_id!r}", lambda wait: wait["key"] == step_id)
         return (yield from steps.perform(self, step_id, tool, args, kwargs, within))
+
+    def serve(self, frame: Frame) -> Any:
+        self.report.asked.add(frame.step_id)
+        return super().serve(frame)
 
     def _not_asked_yet(self) -> str:
         left = [

@@ -682,6 +682,25 @@ def test_what_was_begun_goes_on_as_it_was_begun(world: World, crash_at: Callable
     assert handle.result(timeout=5) == ["a!"]
 
 
+def test_a_release_may_give_up_a_tool_whose_calls_have_ended(world: World) -> None:
+    """An outcome needs no tool; a call that is under way does, and a replay check says so."""
+
+    def body(ctx: FlowContext) -> Any:
+        tools = TOOLS if ctx.version == 1 else []
+        result = ctx.agent_loop("agent", model=model, tools=tools, messages=HELLO)
+        return ctx.suspend("Go"), [message["content"] for message in tool_messages(result)]
+
+    given = flow("g.given-up", steps=[model, *TOOLS], step_families=["agent"])(body)
+    given_up = flow("g.given-up", version=2, steps=[model], step_families=["agent"])(body)
+    script([call("wire", euros=1)], "done")
+    under_way = given.start()
+    assert world.loom.replay_check(under_way.id, given_up).vanished == (("wire", 1),)
+    script([call("look", what="a")], "done")
+    ended = given.start()
+    world.loom.resume_as(ended.id, given_up, event_type="Go", payload=1)
+    assert ended.result() == (1, ["a!"])
+
+
 def test_a_doubt_waits_while_its_siblings_run(world: World) -> None:
     """A fresh attempt has a fresh key behind the digest; the other call is not made again."""
     script([call("wire", euros=1), call("look", what="a")], "done")
