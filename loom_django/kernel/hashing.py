@@ -59,13 +59,15 @@ def body_fingerprint(source: str) -> str:
     function = ast.parse(textwrap.dedent(source)).body[0]
     if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
         raise SyntaxError("a function was expected")
-    parts = [_dump(function.args), *(_dump(statement) for statement in _without_docstring(function.body))]
+    parts = [_dump(function.args), *(_dump(statement) for statement in _what_runs(function.body))]
     return PREFIX + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _dump(node: Any) -> str:
     if isinstance(node, ast.JoinedStr):  # Python 3.12 ends a format spec in an empty text; others do not
         node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        node = ast.Assign([node.target], node.value)
     if isinstance(node, ast.AST):
         fields = [
             f"{name}={_dump(value)}"
@@ -74,17 +76,21 @@ def _dump(node: Any) -> str:
         ]
         return f"{type(node).__name__}({','.join(fields)})"
     if isinstance(node, list):
-        return "[" + ",".join(_dump(item) for item in _without_docstring(node)) + "]"
+        return "[" + ",".join(_dump(item) for item in _what_runs(node)) + "]"
     return repr(node)
 
 
-def _without_docstring(body: list[Any]) -> list[Any]:
-    return [
-        item
-        for item in body
-        if not (
-            isinstance(item, ast.Expr)
-            and isinstance(item.value, ast.Constant)
-            and isinstance(item.value.value, str)
-        )
-    ]
+def _what_runs(body: list[Any]) -> list[Any]:
+    return [item for item in body if not (_is_docstring(item) or _is_mere_annotation(item))]
+
+
+def _is_docstring(item: Any) -> bool:
+    return (
+        isinstance(item, ast.Expr)
+        and isinstance(item.value, ast.Constant)
+        and isinstance(item.value.value, str)
+    )
+
+
+def _is_mere_annotation(item: Any) -> bool:
+    return isinstance(item, ast.AnnAssign) and item.value is None and isinstance(item.target, ast.Name)

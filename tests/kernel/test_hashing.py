@@ -55,7 +55,8 @@ def test_a_fingerprint_ignores_what_a_body_does_not_do() -> None:
     """Comments, formatting, docstrings, annotations, decorators and the name do not count."""
     same = """
 def renamed(ctx, n=3):
-    total = ctx.run(
+    other: int
+    total: int = ctx.run(
         charge,
         n,
     )
