@@ -627,7 +627,7 @@ class Loom:
         If no step's failure ended it, all of its steps are kept, and the body goes on behind them.
 
         Raises:
-            InvalidInputError: it has not failed. For the rest see :meth:`fork`.
+            InvalidInputError: it has not failed, or its compensations have run. For the rest see :meth:`fork`.
         """
         self.store.check_caller("loom.rerun")
         return self._copied(

@@ -74,12 +74,18 @@ def rerun(
     """Start a failed execution again as a new one, from the step that it failed with, or from its end.
 
     Raises:
-        InvalidInputError: it has not failed. For the rest see :func:`fork`.
+        InvalidInputError: it has not failed; its compensations have run. For the rest see :func:`fork`.
     """
     events = load_existing(engine, execution_id).events
     end = next((event for event in events if event.kind in TERMINAL), None)
     if end is None or end.kind != Kind.EXECUTION_FAILED:
         raise InvalidInputError(f"{execution_id!r} has not failed: fork it from a step, or start another one")
+    undone = next((event.data["step"] for event in events if event.data.get("undoes")), None)
+    if undone is not None:
+        raise InvalidInputError(
+            f"{execution_id!r} was undone by its compensations, {undone!r} first: what it had done would be served "
+            f"as if it stood. Start another one, or fork it from the first step that is to be done anew"
+        )
     step = end.data["error"].get("step")
     if step is not None and _begun_at(events, step) is not None:
         return fork(engine, execution_id, step, ownership, new_id=new_id, principal=principal, reason=reason)

@@ -219,6 +219,7 @@ def _attempt(
         "scope": body.path or None,
         "loop": within.loop if within else None,
         "content": within.content if within else None,
+        "undoes": body.shared.undoing or None,
         "args": given,
     }
     started = body.journal.record(Kind.STEP_STARTED, fields)

@@ -307,6 +307,8 @@ def nested(depth: int) -> Any:
 def test_a_turn_that_cannot_be_asked_has_failed(world: World, calls: list[ToolCall]) -> None:
     """By no fault of the flow's own: it may catch it, and if it does not, what it has done is undone."""
 
+    undoes = [True]
+
     @tool(idempotent=False)
     def give(ctx: StepContext, depth: int) -> Any:
         return nested(depth)
@@ -317,15 +319,19 @@ def test_a_turn_that_cannot_be_asked_has_failed(world: World, calls: list[ToolCa
 
     @flow("g.unasked", steps=[model, give, undo], step_families=["agent"])
     def body(ctx: FlowContext) -> Any:
-        ctx.on_failure(undo)
+        if undoes[0]:
+            ctx.on_failure(undo)
         ctx.agent_loop("agent", model=model, tools=[give], messages=HELLO)
 
     SCRIPT[:] = [ModelTurn("", calls), ModelTurn("done")]
+    with pytest.raises(ExecutionFailedError, match="agent#turn:2"):
+        body.start().result()
+    assert len(KEYS["undo"]) == 1
+    undoes[0] = False
     handle = body.start()
     for failed in (handle, world.loom.rerun(handle.id)):
         with pytest.raises(ExecutionFailedError, match="agent#turn:2"):
             failed.result()
-    assert len(KEYS["undo"]) == 1
 
 
 def test_a_refusal_stands_whatever_the_code_becomes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from loom_django import AsyncFlowContext, EffectInDoubt, FlowContext, RetryPolicy, StepContext, flow, tool
-from loom_django.errors import ExecutionFailedError
+from loom_django.errors import ExecutionFailedError, InvalidInputError
 from loom_django.kernel.state import Status
 from tests.engine.conftest import World
 
@@ -255,3 +255,32 @@ def test_a_decider_in_a_branch_of_a_plain_flow(world: World) -> None:
     handle = body.start()
     assert handle.result() == {"x": "x", "y": "y"}
     assert world.state(handle).decisions["x"].inner_steps == ("book#1.x",)
+
+
+@pytest.mark.parametrize("by", ["a step", "the body"])
+def test_what_was_undone_is_not_rerun(world: World, by: str) -> None:
+    """A rerun would serve what was undone as done; a fork says what is to be done anew."""
+    broken = [True]
+
+    @tool
+    def ship(ctx: StepContext) -> str:
+        if broken[0]:
+            raise ValueError("no")
+        return "shipped"
+
+    @flow("s.rerun", steps=[book, undo, ship])
+    def body(ctx: FlowContext) -> str:
+        ctx.on_failure(undo, "flight")
+        ctx.run(book, "flight")
+        if broken[0] and by == "the body":
+            raise KeyError("a mistake")
+        return ctx.run(ship)
+
+    handle = body.start()
+    assert RAN == ["book", "undo flight"]
+    broken[0] = False
+    with pytest.raises(InvalidInputError, match=r"undone by its compensations, 'undo' first"):
+        world.loom.rerun(handle.id, new_execution_id="again")
+    assert world.loom.history(handle.id)[-1].kind == "EXECUTION_FAILED"
+    assert world.loom.fork(handle.id, from_step="book").result() == "shipped"
+    assert RAN == ["book", "undo flight", "book"]
