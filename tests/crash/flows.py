@@ -24,9 +24,11 @@ from loom_django import (
     AsyncFlowContext,
     EffectInDoubt,
     FlowContext,
+    ModelTurn,
     RetryPolicy,
     StepContext,
     StepFailed,
+    ToolCall,
     flow,
     tool,
 )
@@ -231,6 +233,30 @@ def slept(ctx: FlowContext) -> str:
 def late(ctx: FlowContext) -> str:
     ctx.suspend("Go")
     return ctx.run(transfer)
+
+
+@tool(idempotent=True)
+def converse(ctx: StepContext, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> ModelTurn:
+    ctx.meter("usd", 1)
+    effect(ctx)
+    turns = [["transfer", "book", "charge"], ["__class__", "charge"], []]
+    names = turns[sum(message["role"] == "assistant" for message in messages)]
+    return ModelTurn("done", [ToolCall("same", name, {}) for name in names])
+
+
+@flow("assisted", steps=[converse, transfer, book, charge, quick], step_families=["agent"])
+def assisted(ctx: FlowContext) -> Any:
+    """An agent in a branch, in a decider, in a flow that undoes; replayed once it has ended."""
+
+    def talk(branch: FlowContext) -> list[Any]:
+        result = branch.agent_loop("agent", model=converse, tools=[transfer, book, charge], messages=[])
+        told = [message["content"] for message in result.messages if message["role"] == "tool"]
+        return [result.text, result.turns, *told]
+
+    ctx.on_failure(quick)
+    said = ctx.decide("said", lambda inner: inner.parallel({"talk": talk, "side": charge.bind()}))
+    ctx.suspend("Go")
+    return said
 
 
 @flow("steps", steps=[quick])

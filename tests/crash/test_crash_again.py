@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from loom_django.kernel import codec
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
-from tests.crash.kit import KILLED, Lab, check_history, kinds, rows_of, state
+from tests.crash.kit import KILLED, Lab, check_history, kinds, rows_of, standing, state
 
 WORKER = ("run_loom_worker", "--once", "--no-recovery", "--max-executions", "1")
 
@@ -110,3 +111,45 @@ def test_a_quick_outcome_is_durable_with_the_next_marker(lab: Lab, point: str, r
     assert len(lab.effects("x", "quick")) == runs
     assert len(lab.effects("x", "charge")) == 1
     check_history("x")
+
+
+TALK = "agent#1.talk:turn"
+
+# All of them, at all points, were seen to hold; these are the ones that differ from each other.
+AGENT_KILLS = [
+    (f"{TALK}:1", "after-effect"),
+    (f"{TALK}:1:tool:1", "in-effect"),
+    (f"{TALK}:1:tool:1", "after-outcome"),
+    (f"{TALK}:1:tool:2", "after-effect"),
+    (f"{TALK}:1:tool:3", "before-effect"),
+    (f"{TALK}:2", "before-start"),
+    (f"{TALK}:3", "after-outcome"),
+]
+
+
+@pytest.mark.parametrize(("step", "point"), AGENT_KILLS)
+def test_an_agent_is_killed(lab: Lab, step: str, point: str):
+    """In a branch, in a decider, in a saga: no transfer is made twice, no booking, and nothing that was said is lost."""
+    lab.run("start", "assisted", "x")
+    die(lab, point, step)
+    recover(lab)
+    finish(lab)
+    for doubt in state("x").in_doubt:
+        assert doubt.step_id == f"{TALK}:1:tool:1"
+        lab.run("resolve", "x", doubt.step_id, "completed-with-result", output="sent")
+        finish(lab)
+    assert state("x").reason == "waiting"
+    lab.run("resume", "x", "Go")
+    finish(lab)
+    ended = state("x")
+    assert ended.status is Status.COMPLETED
+    talk = codec.decode(ended.result)["talk"]
+    assert talk == ["done", 3, "sent", 1, "charged", talk[5], "charged"]
+    assert "no tool '__class__'" in talk[5]
+    assert len(lab.effects("x", f"{TALK}:1:tool:1")) <= 1
+    assert rows_of("x") == 1
+    keys = {(line["step"], line["key"]) for line in lab.effects("x")}
+    assert len({step for step, _ in keys}) == len(keys)
+    assert ended.meters == {"usd": 3}
+    check_history("x")
+    assert standing("x") == "finished"
