@@ -674,7 +674,8 @@ class Registry:
         startable = [number for number, flow_ in versions.items() if not flow_.pinned]
         wanted = version if version is not None else max(startable or versions, default=None)
         if wanted is None or wanted not in versions:
-            raise FlowNotFoundError(flow_id, sorted(self._flows), version)
+            known = [f"version {number}" for number in versions] or sorted(self._flows)
+            raise FlowNotFoundError(flow_id, known, version)
         return versions[wanted]
 
     def highest(self) -> dict[str, int]:

@@ -49,6 +49,7 @@ from loom_django.kernel import codec
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import (
+    ON_BUDGET,
     ON_DIVERGED,
     ON_ERROR,
     ON_MESSAGE,
@@ -405,11 +406,14 @@ class ResumeView(ActView):
     def form(self, request: Request, data: Any = None, initial: Any = None) -> ActForm:
         waits = _own_waits(request)
         if data is None and initial is None:
-            asked = request.http.GET.get("wait") or (waits[0][0] if waits else "")
-            if asked not in dict(waits):
+            first = request.http.GET.get("wait") or (waits[0][0] if waits else "")
+            if first not in dict(waits):
                 self._refuse(request)
-            initial = {"question": asked}
-        return ResumeForm(data, initial=initial, waits=waits)
+            initial = {"question": first}
+        asked = (data or initial).get("question")
+        wait = request.page.state.waits.get(asked)
+        budget = wait is not None and wait.on == ON_BUDGET
+        return ResumeForm(data, initial=initial, waits=waits, budget=budget)
 
     def _refuse(self, request: Request) -> None:
         state = request.page.state

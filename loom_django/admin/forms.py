@@ -124,8 +124,12 @@ class ResumeForm(PayloadForm):
 
     field_order = ["question", "payload", "reason"]
 
-    def __init__(self, *args: Any, waits: Iterable[tuple[str, str]] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, waits: Iterable[tuple[str, str]] = (), budget: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if budget:
+            self.fields["payload"].help_text = _('The new limit, as JSON: {"limit": 2.5}, more than is used.')
         field: Any = self.fields["question"]
         field.choices = list(waits)
         # A wait that is over is no slip of the pen: the act says who answered it.

@@ -354,7 +354,7 @@ def _waits_for(fold: Fold, event_type: str) -> str:
     advice = (
         " Use the verdict form or loom.resolve." if ON_VERDICT in {w.on for w in fold.pending_waits()} else ""
     )
-    return f"it is not waiting for {event_type!r}: it waits for {', '.join(waits)}.{advice}"
+    return f"It is not waiting for {event_type!r}: it waits for {', '.join(waits)}.{advice}"
 
 
 def _answered_before(fold: Fold, event_type: str) -> str:

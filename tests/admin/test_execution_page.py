@@ -327,6 +327,7 @@ def test_a_budget_says_what_is_used_of_it(console):
     address = url("execution_resume", "x", wait="budget:loop:usd#1")
     for place in (url("execution_change", "x"), url("execution_changelist"), address):
         assert words in console.get(place).content.decode()
+    assert "The new limit, as JSON" in console.get(address).content.decode()
     sent = {"question": "budget:loop:usd#1", "payload": '{"limit": 0.6}', "reason": "r", "stage": "confirm"}
     before = kinds("x")
     refused = console.post(address, sent).content.decode()
