@@ -469,7 +469,7 @@ def test_a_move_is_refused_where_the_park_is_another_one(world: World) -> None:
         with pytest.raises(ResumeRefusedError) as refused:
             world.loom.resume_as(handle.id, "move.refused", fence_if_parked_at=park, **given)
         assert refused.value.reason == "not-suspended"
-    with pytest.raises(FlowNotFoundError, match=r"\(known: version 1"):
+    with pytest.raises(FlowNotFoundError, match=r"\(known: version 2\)"):
         world.loom.resume_as(handle.id, "move.refused", version=9)
     with pytest.raises(InvalidInputError, match="operator-ack"):
         world.loom.resume_as(handle.id, "move.refused", strategy="hope")  # type: ignore[arg-type]
