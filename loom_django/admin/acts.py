@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
@@ -451,6 +452,7 @@ class GateView(ActView):
 
     form_class = GateForm
     gate: ClassVar[str]
+    opens: ClassVar[Callable[..., Done]]
 
     @classmethod
     def applies(cls, page: ExecutionPage, execution: Execution) -> bool:
@@ -462,6 +464,16 @@ class GateView(ActView):
             initial = {"question": waits[0] if waits else ""}
         return GateForm(data, initial=initial)
 
+    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
+        return self.opens(
+            loom,
+            request.operator,
+            request.execution_id,
+            reason=form.cleaned_data["reason"],
+            question=form.cleaned_data["question"] or None,
+            dry_run=dry_run,
+        )
+
 
 class RetryErrorView(GateView):
     """Runs an execution again that is parked on an error of its body."""
@@ -471,16 +483,7 @@ class RetryErrorView(GateView):
     title = _("Retry after an error")
     does = _("Runs the body again, after its code was fixed. Finished steps are not repeated.")
     gate = ON_ERROR
-
-    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
-        return operators.retry_error(
-            loom,
-            request.operator,
-            request.execution_id,
-            reason=form.cleaned_data["reason"],
-            question=form.cleaned_data["question"] or None,
-            dry_run=dry_run,
-        )
+    opens = staticmethod(operators.retry_error)
 
 
 class RetryDivergedView(GateView):
@@ -494,16 +497,7 @@ class RetryDivergedView(GateView):
         "it still skips any, it parks here again before anything is done."
     )
     gate = ON_DIVERGED
-
-    def perform(self, request: Request, form: ActForm, *, dry_run: bool) -> Done:
-        return operators.retry_diverged(
-            loom,
-            request.operator,
-            request.execution_id,
-            reason=form.cleaned_data["reason"],
-            question=form.cleaned_data["question"] or None,
-            dry_run=dry_run,
-        )
+    opens = staticmethod(operators.retry_diverged)
 
 
 class MoveView(ActView):
