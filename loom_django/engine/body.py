@@ -713,6 +713,12 @@ class Body:
         if (watch := self.shared.watch) is not None:
             yield from self._compare(watch.skipped_in(scope), "the end of ctx.parallel")
 
+    def before_reopening(self, scope: str, branch: str) -> Steps[None]:
+        """A branch of a parallel scope does not fail any more: what came of its failure must be asked for by now."""
+        if (watch := self.shared.watch) is not None:
+            skipped = watch.skipped_in(scope) if self.path else watch.skipped()
+            yield from self._compare(skipped, f"the end of branch {branch!r}, which has failed before")
+
     def before_end(self) -> None:
         """The body has returned."""
         if (watch := self.shared.watch) is not None and (skipped := watch.skipped()):

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from loom_django.definitions import Outcome as BranchOutcome
 from loom_django.definitions import Step
@@ -182,6 +182,10 @@ class _Scope:
             finally:
                 body.joined = False
             self._raise_what_stops()
+            if (before := self._failed_before()) is not None:
+                yield from body.before_reopening(self.path, before)
+                if left := self._reopen():
+                    continue
             if self.failed and not self.settle:
                 self._fail()
             waiting = [branch for branch in self.branches if branch.waiting]
@@ -217,16 +221,27 @@ class _Scope:
             if isinstance(error, CutOff) or (error is not None and not isinstance(error, Exception | Unwind)):
                 raise error
 
+    def _failed_before(self) -> str | None:
+        """The branch that has failed by the log and does not fail now: its code was mended; None if it fails again."""
+        if self.known is None:
+            return None
+        name = self._recorded(self.known)
+        again = not self.settle and any(branch.name == name for branch in self.failed)
+        return None if again else name
+
+    def _reopen(self) -> list[_Branch]:
+        """Let the recorded failure go; whom it stopped is to run on."""
+        self.known = None
+        self.closed = bool(self.failed) and not self.settle
+        return self._run_again([branch for branch in self.branches if isinstance(branch.error, Unwind)])
+
     def _fail(self) -> None:
         """Raise the failure of the branch that failed first; which one it was is recorded."""
         if self.body.shared.watch is not None:
             self.body.shared.watch.scope_failed(self.path)
         if self.known is not None:
-            failed = next(
-                (branch for branch in self.failed if branch.name == self._recorded(self.known)), None
-            )
-            if failed is None:
-                self._refuse_change(self.known)
+            name = self._recorded(self.known)
+            failed = next(branch for branch in self.failed if branch.name == name)
             self.body.served(self.known.at)
         else:
             failed = self.failed[0]
@@ -239,8 +254,6 @@ class _Scope:
         raise failed.error
 
     def _values(self) -> dict[str, Any]:
-        if self.known is not None:
-            self._refuse_change(self.known)
         for branch in self.branches:
             if branch.body is not None:
                 self.body.clock = max(self.body.clock, branch.body.clock)
@@ -253,12 +266,6 @@ class _Scope:
         """The name of the branch that failed first, by the log."""
         name: str = codec.decode(known.value)["failed"]
         return name
-
-    def _refuse_change(self, known: Decision) -> NoReturn:
-        name = self._recorded(known)
-        self.body.refuse(
-            ContextMisuseError(f"branch {name!r} of ctx.parallel failed before, and does not fail now")
-        )
 
     def _park(self, waiting: list[_Branch]) -> None:
         parked = self._parked(waiting)

@@ -462,6 +462,69 @@ def test_branches_that_a_failure_stopped_are_not_missed(world: World) -> None:
     assert sorted(RAN) == ["a", "b", "c", "refuse"]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_mended_branch_has_its_scope_go_on(world: World, alone: bool) -> None:
+    """A mistake in a branch is mended while the execution waits for that; its siblings go on where they were."""
+
+    def body(mended: bool) -> Callable[..., Any]:
+        def mistaken(ctx: FlowContext) -> None:
+            ctx.run(A)
+            if not mended:
+                raise KeyError("a mistake")
+
+        def sibling(ctx: FlowContext) -> str:
+            ctx.run(B)
+            ctx.suspend("go")
+            return str(ctx.run(C))
+
+        def around(ctx: FlowContext) -> Any:
+            ctx.parallel({"mistaken": mistaken} if alone else {"mistaken": mistaken, "sibling": sibling})
+
+        return around
+
+    edited = Edited(world, body(mended=False), on_error="park")
+    assert edited.parked_on == ["__loom_error__"]
+    edited.deploy(body(mended=True))
+    world.loom.retry_error("x")
+    if not alone:
+        assert edited.parked_on == ["go"]
+        edited.go_on()
+    assert edited.handle.status is Status.COMPLETED
+    assert sorted(RAN) == (["a"] if alone else ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_what_came_of_a_branchs_failure_is_missed_before_the_branch_goes_on(
+    world: World, renamed: bool
+) -> None:
+    """A step that has undone something, or the failed step itself where the branch has another name."""
+
+    def body(edited: bool) -> Callable[..., Any]:
+        def failing(ctx: FlowContext) -> None:
+            ctx.run(A)
+            ctx.run(D if edited and not renamed else refuse)
+
+        def around(ctx: FlowContext) -> None:
+            try:
+                ctx.parallel({"other" if edited and renamed else "one": failing})
+            except StepFailed:
+                ctx.run(B)
+            ctx.suspend("go")
+
+        return around
+
+    edited = Edited(world, body(edited=False))
+    before = list(RAN)
+    edited.deploy(body(edited=True))
+    edited.go_on()
+    assert edited.parked_on == GATE
+    assert edited.error["seen"] == "the end of branch 'one', which has failed before"
+    assert before == RAN
+    edited.deploy(body(edited=False))
+    world.loom.retry_diverged("x")
+    assert edited.handle.status is Status.COMPLETED
+
+
 def test_a_served_decision_answers_for_its_steps(world: World) -> None:
     """Of deciders inside deciders too, also where the inner one was served when the outer one ran again."""
 
