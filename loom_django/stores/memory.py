@@ -422,7 +422,11 @@ class MemoryStore:
             return claimed
 
     def _serves(self, known: Known, row: TimerRow) -> bool:
-        return row.execution_id not in self._tables.rows or known.admits(*self._flow_of(row.execution_id))
+        there = self._tables.rows.get(row.execution_id)
+        if there is None:
+            return True
+        continued = self.newest(row.execution_id) if there.projection.status == Status.CONTINUED else None
+        return known.admits(*self._flow_of(continued.id if continued else row.execution_id))
 
     def _flow_of(self, execution_id: str) -> tuple[str, int]:
         row = self._tables.rows.get(execution_id)

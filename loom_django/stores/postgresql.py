@@ -38,6 +38,7 @@ from loom_django.stores.statements import (
     ANSWERS,
     LANES,
     LANES_IN_ORDER,
+    SERVES,
     SHARED,
     UPSERT_TIMER,
     Statement,
@@ -103,16 +104,13 @@ OWN: Final = named(
         "Due wakes, those due longest first; the filters come before the limit, so that rows which this "
         "node cannot serve never starve others. The rows are locked, so their places stand, and they are "
         "updated by these: by their keys, a large batch would be joined to a walk over the whole table.",
-        """
+        f"""
         with due as (
             select t.ctid as place, coalesce(t.not_before, t.wake_at) as due, x.flow_id, x.version
             from loom_timer t left join loom_execution x on x.id = t.execution_id
             where coalesce(t.not_before, t.wake_at) <= $now
             and (%(redrive)s or t.redrive is null)
-            and (%(any_flow)s or x.id is null or exists (
-                select 1 from json_each_text(cast(%(known)s as json)) known
-                where known.key = x.flow_id and x.version <= cast(known.value as integer)
-            ))
+            and (%(any_flow)s or x.id is null or {SERVES})
             order by coalesce(t.not_before, t.wake_at) limit %(limit)s
             $lock_free(t)
         )

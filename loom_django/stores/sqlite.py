@@ -36,6 +36,7 @@ from loom_django.stores.sql import (
 from loom_django.stores.statements import (
     LANES,
     LANES_IN_ORDER,
+    SERVES,
     SHARED,
     UPSERT_TIMER,
     Statement,
@@ -174,15 +175,12 @@ OWN: Final = named(
         "claim_due",
         "Due wakes, those due longest first; the filters come before the limit, so that rows which this "
         "node cannot serve never starve others.",
-        """
+        f"""
         select t.id, coalesce(t.not_before, t.wake_at), coalesce(x.flow_id, ''), coalesce(x.version, 0)
         from loom_timer t left join loom_execution x on x.id = t.execution_id
         where coalesce(t.not_before, t.wake_at) <= $now
         and (%(redrive)s or t.redrive is null)
-        and (%(any_flow)s or x.id is null or exists (
-            select 1 from json_each(%(known)s) known
-            where known.key = x.flow_id and x.version <= known.value
-        ))
+        and (%(any_flow)s or x.id is null or {SERVES})
         order by coalesce(t.not_before, t.wake_at) limit %(limit)s
         """,
     ),

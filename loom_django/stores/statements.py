@@ -104,6 +104,15 @@ _NEWEST: Final = """
     ), {first})
 """
 
+# Whether a node has the code that a wake of x is for: once x was continued, that of the newest of its chain.
+SERVES: Final = f"""
+    exists (
+        select 1 from $known known join loom_execution n on n.id = case x.status
+            when '{Status.CONTINUED}' then {_NEWEST.format(first="x.chain")} else x.id end
+        where known.key = n.flow_id and n.version <= cast(known.value as integer)
+    )
+"""
+
 SHARED: Final = named(
     Statement(
         "read",

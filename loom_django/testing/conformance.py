@@ -2286,9 +2286,9 @@ class RetentionStoreConformance(StoreConformance):
         assert [row.id for row in self.store.chain_members(alone.id)] == [alone.id]
         assert self.store.chain_members(self.log().id) == []
 
-    def continued(self, first: Log, before: Log, link: int) -> Log:
+    def continued(self, first: Log, before: Log, link: int, *, flow_id: str | None = None) -> Log:
         """A chain's next member, started with its predecessor's end; later than it, as a successor always is."""
-        newest = self.log(name=f"{first.id}~{link}")
+        newest = self.log(name=f"{first.id}~{link}", flow_id=flow_id or self.flow_id)
         event = newest.event(Kind.EXECUTION_STARTED, at=_AT + 1000 * link)
         start = Commit(
             newest.id,
@@ -2325,6 +2325,20 @@ class RetentionStoreConformance(StoreConformance):
         found = self.store.ended([first.id, second.id, alone.id])
         last = self.store.read(third.id)[-1]
         assert found == {first.id: last, second.id: last, alone.id: None}
+
+    def test_a_wake_of_a_chain_is_for_whoever_has_the_code_of_its_newest(self) -> None:
+        """What comes to an earlier member concerns that one, whose flow may be another."""
+        first = self.running()
+        flow_id = f"{self.flow_id}-next"
+        self.continued(first, first, 2, flow_id=flow_id)
+        self.store.schedule(TimerRow(first.id, self.store.now(), redrive=0))
+
+        def due(known: Known) -> list[str]:
+            claimed = self.store.claim_due(limit=9, hold=60, known=known, redrive=True)
+            return [one.row.execution_id for one in claimed]
+
+        assert first.id not in due(self.known)
+        assert first.id in due(Known({flow_id: 1}))
 
     def test_a_chain_that_was_removed_in_part_has_no_say_in_another(self) -> None:
         """What an earlier life of an id has left of its chain is not the newest of the new one."""

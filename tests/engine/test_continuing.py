@@ -15,6 +15,7 @@ from loom_django import (
     flow,
     tool,
 )
+from loom_django.definitions import registry
 from loom_django.errors import (
     ExecutionCancelledError,
     ExecutionClosedError,
@@ -520,6 +521,26 @@ def test_children_end_with_the_chain(world: World, dies: bool) -> None:
     assert members(world, "c") == ["c", "c~2"]
     assert world.loom.handle("l").status is Status.SUSPENDED
     assert world.loom.handle("d").status is Status.COMPLETED
+
+
+def test_a_wake_finds_a_chain_whose_first_flow_is_gone(world: World) -> None:
+    """A child's end is told to the chain's first id; whoever has the code of the newest member looks at it."""
+    child = waiting_in_turn("n.last-child")
+
+    @flow("n.latter")
+    def latter(ctx: FlowContext) -> Any:
+        return ctx.await_child(ctx.start_child(child.using(execution_id="c"), 3))
+
+    @flow("n.former")
+    def former(ctx: FlowContext) -> None:
+        ctx.continue_as_new(latter)
+
+    former.using(execution_id="p").start()
+    registry.forget("n.former")  # a release without it: no log of it is alive
+    world.engine.woken = lambda execution_id: None  # the process dies behind the child's end
+    world.loom.resume("c", event_type="Go", payload="done")
+    world.advance(timedelta(seconds=1))
+    assert world.loom.handle("p").status is Status.COMPLETED
 
 
 def test_a_successor_cannot_wait_for_its_predecessors_children(world: World) -> None:
