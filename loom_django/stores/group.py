@@ -21,11 +21,12 @@ Land = Callable[[Sequence[Commit]], list[Exception | None]]
 class _Seat:
     """A commit that waits; its thread is called when the outcome is there, or when it is to go ahead."""
 
-    __slots__ = ("_called", "commit", "landed", "outcome")
+    __slots__ = ("_called", "commit", "landed", "left", "outcome")
 
     def __init__(self, commit: Commit) -> None:
         self.commit = commit
         self.landed = False
+        self.left = False  # its thread has gone, and nobody asks what came of it
         self.outcome: Exception | None = None
         self._called = threading.Lock()
         self._called.acquire()
@@ -55,18 +56,19 @@ class AppendGroup:
     def land(self, commit: Commit) -> Exception | None:
         """Land a commit, with whatever else has queued by then; None if it landed, else why not."""
         seat = _Seat(commit)
-        with self._lock:
-            self._queue.append(seat)
-            first = self._ahead is None
-            if first:
-                self._ahead = seat
         try:
+            with self._lock:
+                self._queue.append(seat)
+                first = self._ahead is None
+                if first:
+                    self._ahead = seat
             if not first:
                 seat.wait()
             if not seat.landed:
                 self._land_queued(seat)
         except BaseException:  # a signal, in the main thread: nobody may be left waiting for this one
             with self._lock:
+                seat.left = True
                 if seat in self._queue:
                     self._queue.remove(seat)
             self._leave(seat)
@@ -74,18 +76,20 @@ class AppendGroup:
         return seat.outcome
 
     def _land_queued(self, seat: _Seat) -> None:
-        with self._lock:
-            batch, self._queue = self._queue, []
+        batch: list[_Seat] = []
         try:
+            with self._lock:
+                batch, self._queue = self._queue, batch
             outcomes = self._land([one.commit for one in batch])
+            for one, outcome in zip(batch, outcomes, strict=True):
+                one.outcome, one.landed = outcome, True
         except BaseException:
-            with (
-                self._lock
-            ):  # nobody knows what came of them: the others are sent again, as after a lost connection
-                self._queue[:0] = batch
+            with self._lock:
+                # Nobody knows what came of them: the others are sent again, as after a lost connection.
+                for one in batch:
+                    one.landed = False
+                self._queue[:0] = [one for one in batch if not one.left]
             raise
-        for one, outcome in zip(batch, outcomes, strict=True):
-            one.outcome, one.landed = outcome, True
         self._leave(seat)  # so that the next batch is on its way before those of this one go on
         for one in batch:
             if one is not seat:

@@ -148,6 +148,50 @@ class TestQueue:
         assert [first, *others] == [None] * 4
         assert gate.batches == [commits[:1], commits[2:]]
 
+    def test_one_that_is_interrupted_while_it_tells_leaves_nobody_waiting(self, commits):
+        """A signal after the batch has landed, before all of it is told: the others are sent again."""
+
+        def told(outcomes: list[None]) -> Iterator[None]:
+            yield from outcomes[:2]
+            raise KeyboardInterrupt
+
+        def land(batch: Sequence[Commit]) -> Any:
+            outcomes = [None] * len(batch)
+            return told(outcomes) if len(batch) == 4 else outcomes
+
+        gate = Gate(AppendGroup(land))
+        first, interrupted, *others = self.run(gate, commits)
+        assert isinstance(interrupted, KeyboardInterrupt)
+        assert [first, *others] == [None] * 4
+        assert gate.batches == [commits[:1], commits[1:], commits[2:]]
+
+    def test_one_that_has_gone_is_not_sent_again(self, commits, monkeypatch):
+        """A signal in a thread whose commit is on its way, then one in the thread that lands it."""
+        on_its_way, waits = threading.Event(), group_module._Seat.wait
+
+        def wait(seat: Any) -> None:
+            if seat.commit is commits[2]:
+                assert on_its_way.wait(30)
+                raise KeyboardInterrupt
+            waits(seat)
+
+        def land(batch: Sequence[Commit]) -> list[Exception | None]:
+            if len(batch) == 4:
+                on_its_way.set()
+                appenders[2].join()
+                raise KeyboardInterrupt
+            return [None] * len(batch)
+
+        monkeypatch.setattr(group_module._Seat, "wait", wait)
+        gate = Gate(AppendGroup(land))
+        appends = [lambda commit=commit: gate.group.land(commit) for commit in commits]
+        appenders = gate.behind(appends[0], appends[1:])
+        gate.open()
+        assert [type(one.join()).__name__ for one in appenders] == [
+            "NoneType", "KeyboardInterrupt", "KeyboardInterrupt", "NoneType", "NoneType"
+        ]  # fmt: skip
+        assert gate.batches == [commits[:1], commits[1:], commits[3:]]
+
 
 @pytest.mark.django_db(transaction=True)
 class TestShared(StoreConformance):
