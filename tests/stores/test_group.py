@@ -272,6 +272,17 @@ class TestShared(StoreConformance):
         self.store.append(log.commit())
         assert self.lengths([log]) == [2]
 
+    def test_what_is_on_its_way_when_a_group_ends(self):
+        """It lands all the same, and leaves no connection behind."""
+        log = self.running()
+        with self.store.grouping():
+            gate = Gate(self.store._group)
+            (appends,) = gate.behind(lambda: self.store.append(log.commit()), [])
+        gate.open()
+        assert appends.join() is None
+        assert self.lengths([log]) == [2]
+        assert getattr(self.store, "_writer", None) is None
+
     @of_postgresql
     def test_a_locked_neighbour(self):
         """Whoever meets a row that somebody holds waits by itself, for as long as that takes."""
