@@ -129,7 +129,7 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
             title=_("Overview"),
             banners=overview.linked(request, seen.banners),
             tallies=overview.linked(request, seen.tallies),
-            nodes=[(node, show.ago(node.seen_at)) for node in seen.nodes],
+            nodes=[(node, show.ago(node.seen_at), overview.is_silent(node)) for node in seen.nodes],
         )
 
     # The queue.

@@ -16,6 +16,7 @@ from django.db.migrations.recorder import MigrationRecorder
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 from django.utils.translation import ngettext
 
@@ -92,9 +93,18 @@ def pending_migrations() -> list[str]:
     return [name for name in shipped if name not in applied]
 
 
+def _patience() -> float:
+    """After so many seconds without a sign a loop is not counted on."""
+    return 2 * loom.engine.settings().LEASE_TTL
+
+
+def is_silent(node: Node) -> bool:
+    """Whether a process has not been seen for so long that it is dead, stopped or stuck."""
+    return (timezone.now() - node.seen_at).total_seconds() > _patience()
+
+
 def _silent(now: datetime) -> Iterator[Banner]:
-    within = 2 * loom.engine.settings().LEASE_TTL
-    if loom.engine.store.loop_seen(within=within):
+    if loom.engine.store.loop_seen(within=_patience()):
         return
     last = Node.objects.order_by("-seen_at").values_list("seen_at", flat=True).first()
     yield Banner(

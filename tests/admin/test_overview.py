@@ -55,6 +55,17 @@ def test_all_is_well(console):
     text = page(console)
     assert "Nothing is wrong that can be seen from here." in text
     assert "node-7 worker" in text
+    assert "silent" not in text
+
+
+def test_a_process_that_is_not_seen_any_more_is_not_counted_on(console):
+    """It is told for a day, and marked, beside those that are at work."""
+    loom.engine.store.beat("old", "worker")
+    put("loom_node", seen_at=600)
+    a_loop_was_seen()
+    text = page(console)
+    assert "10 min ago silent" in text
+    assert text.count("silent") == 1
 
 
 def test_without_a_loop_what_sleeps_is_not_woken(console):
