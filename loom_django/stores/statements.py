@@ -104,11 +104,15 @@ _NEWEST: Final = """
     ), {first})
 """
 
-# Whether a node has the code that a wake of x is for: once x was continued, that of the newest of its chain.
+# Whether a node has the code that a wake of x is for: once x was continued, that of the newest of its chain, which is
+# found without a sort, whatever the planner thinks of the index.
 SERVES: Final = f"""
     exists (
-        select 1 from $known known join loom_execution n on n.id = case x.status
-            when '{Status.CONTINUED}' then {_NEWEST.format(first="x.chain")} else x.id end
+        select 1 from $known known join loom_execution n on n.id = case x.status when '{Status.CONTINUED}' then (
+            select s.id from loom_execution s where s.chain = x.chain and s.chain <> s.id and s.created_at = (
+                select max(m.created_at) from loom_execution m where m.chain = x.chain and m.chain <> m.id
+            )
+        ) else x.id end
         where known.key = n.flow_id and n.version <= cast(known.value as integer)
     )
 """
