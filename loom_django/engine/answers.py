@@ -109,6 +109,8 @@ def _on_newest(engine: Engine, execution_id: str, act: Callable[[str], Appended]
                 return appended
         except (ExecutionClosedError, ResumeRefusedError) as exc:
             refused = exc
+            if engine.store.status(target) != Status.CONTINUED:
+                raise  # nobody goes on for it; the first id may be another execution's by now
         newest = engine.store.newest(execution_id)
         if newest is None or newest.id == target:
             if refused is not None:

@@ -194,6 +194,21 @@ def test_an_id_that_an_earlier_chain_has_left_is_passed_over(world: World) -> No
     assert members(world, "x~4") == ["x~2", "x~3", "x~4", "x~5"]
 
 
+def test_what_an_earlier_chain_has_left_is_not_acted_on_through_it(world: World) -> None:
+    """A member that has ended for good leads to nobody; the execution that has the first id now is another one."""
+    body = waiting_in_turn("n.earlier")
+    body.using(execution_id="y").start(2)
+    for _ in range(2):
+        world.loom.resume("y", event_type="Go", payload="end")
+    assert world.engine.store.delete_execution("y")
+    body.using(execution_id="y").start()
+    with pytest.raises(ExecutionClosedError):
+        world.loom.cancel("y~2")
+    with pytest.raises(ResumeRefusedError):
+        world.loom.resume("y~2", event_type="Go")
+    assert world.loom.handle("y").status is Status.SUSPENDED
+
+
 def test_what_was_registered_for_a_failure_is_let_go(world: World) -> None:
     """Compensations are one log's: neither the hand-over nor the successor's failure runs them."""
 
