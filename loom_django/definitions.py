@@ -463,7 +463,15 @@ class Flow(Generic[P, R_co]):
 
     def step_ids_of(self, tool_: Tool[..., Any]) -> list[str]:
         """The declared ids under which a tool is listed."""
-        return [step_id for step_id, step in self.steps.items() if step.func is tool_.func]
+        return self._step_ids.get(id(tool_.func), [])
+
+    @functools.cached_property
+    def _step_ids(self) -> dict[int, list[str]]:
+        """By the identity of their functions, which the steps keep alive."""
+        ids: dict[int, list[str]] = {}
+        for step_id, step in self.steps.items():
+            ids.setdefault(id(step.func), []).append(step_id)
+        return ids
 
     def step_facts(self) -> list[dict[str, Any]]:
         """What the structural hash covers of each declared step."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import UUID
@@ -411,6 +411,8 @@ class Body:
 
     def _deciders(self) -> list[Deciding]:
         """The deciders that this body runs inside of."""
+        if not self.shared.deciding:
+            return []
         return [
             deciding
             for deciding in self.shared.deciding
@@ -943,6 +945,12 @@ def is_aware(when: object) -> bool:
 def source_line() -> str:
     """Where the flow made the call: the nearest frame outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while not (name := _name_outside(frame.f_code.co_filename)) and frame.f_back is not None:
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{name}:{frame.f_lineno}"
+
+
+@cache
+def _name_outside(filename: str) -> str:
+    """The short name of a file outside this package; "" for one of its own."""
+    return "" if filename.startswith(_PACKAGE) else os.path.basename(filename)

@@ -38,7 +38,10 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+# Commands are made for every question of a body; a frozen one would cost thrice as much.
+
+
+@dataclass(slots=True)
 class Io:
     """Run this against the store, in a thread where that is allowed."""
 
@@ -62,7 +65,7 @@ class Pause:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Enter:
     """Run this where the flow made its call: it looks at the caller's thread, task and connection, or is code
     of the flow's own. What it returns is awaited if it can be."""

@@ -38,6 +38,8 @@ T = TypeVar("T")
 # Branches of one execution that run at the same time, at most; the others follow. Each may hold a connection.
 MAX_BRANCH_THREADS: Final = 16
 
+_CALLED_HERE: Final = (Enter, Io)
+
 
 class SyncDriver(Driver):
     """Carries commands out in the thread that runs the body."""
@@ -61,7 +63,7 @@ class SyncDriver(Driver):
             return stop.value  # type: ignore[no-any-return]
 
     def _perform(self, command: Command) -> Any:
-        if isinstance(command, Io | Enter):
+        if isinstance(command, _CALLED_HERE):
             return command.call()
         if isinstance(command, Pause):
             return self.pause(command.seconds)

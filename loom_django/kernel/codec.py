@@ -58,6 +58,7 @@ Tree = Any
 
 MAX_DEPTH = 200
 _INT64 = 2**63
+_LEAVES = frozenset({str, int, float, bool, type(None)})
 _UNSAFE_TEXT = re.compile("[\0\ud800-\udfff]").search
 _UNSET = object()
 _JSON = json.JSONEncoder(ensure_ascii=True, allow_nan=False, check_circular=False, separators=(",", ":"))
@@ -97,8 +98,10 @@ def decode(tree: Tree) -> Any:
     """Build the value of a stored form; it shares no list or dict with it."""
     kind = type(tree)
     if kind is list:
-        return list(map(decode, tree))
+        return tree.copy() if _LEAVES.issuperset(map(type, tree)) else list(map(decode, tree))
     if kind is dict:
+        if _LEAVES.issuperset(map(type, tree.values())):
+            return _revive(tree.copy())
         return _revive(dict(zip(tree, map(decode, tree.values()), strict=True)))
     return tree
 

@@ -43,16 +43,17 @@ class Watch:
         for frame in frames:
             if frame.scope:
                 self._began.setdefault(_outermost(frame.scope), frame.first_sequence)
+                if frame.settled and frame.started_sequence > migrated:
+                    for scope in _scopes(frame.scope):
+                        self._owed_in.setdefault(scope, set()).add(frame.step_id)
             if frame.settled and frame.started_sequence > migrated:
                 self._order.append(frame)
                 self._owed[frame.step_id] = frame
-                for scope in _scopes(frame.scope):
-                    self._owed_in.setdefault(scope, set()).add(frame.step_id)
 
     def asked(self, step_id: str) -> None:
         """The run has asked for a step, or need not."""
         frame = self._owed.pop(step_id, None)
-        if frame is not None:
+        if frame is not None and frame.scope:
             for scope in _scopes(frame.scope):
                 self._owed_in[scope].discard(step_id)
 

@@ -17,6 +17,11 @@ from typing import Any, Final, Literal
 
 from loom_django.kernel import codec
 
+try:
+    import orjson
+except ImportError:  # the extra "speed"
+    orjson = None  # type: ignore[assignment]
+
 
 class Kind(enum.StrEnum):
     """The kernel's own kinds. Everything else in a log is an application event."""
@@ -132,6 +137,16 @@ def _text(value: Any) -> str:
     return str(value) if kind is int else _JSON.encode(value)
 
 
+def parse(text: str) -> Any:
+    """What a stored JSON text holds."""
+    if orjson is not None:
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError:
+            pass  # what it refuses, as an escaped surrogate, the standard library may take
+    return json.loads(text)
+
+
 @dataclass(frozen=True)
 class Event:
     """One row of the log.
@@ -152,7 +167,7 @@ class Event:
 
     @cached_property
     def data(self) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(self.body)
+        parsed: dict[str, Any] = parse(self.body)
         return parsed
 
     @property

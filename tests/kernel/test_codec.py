@@ -40,6 +40,7 @@ from loom_django.errors import (
 )
 from loom_django.kernel import codec
 from loom_django.kernel.codec import canonical, decode, dumps, encode, loads, register_type
+from loom_django.kernel.events import parse
 
 pytestmark = pytest.mark.once
 
@@ -247,6 +248,13 @@ def test_values_come_back_as_they_were(value):
     assert same(loads(text), value)
     assert same(decode(encode(value)), value)
     assert json.loads(text) == encode(value)
+
+
+@given(values)
+def test_every_parser_reads_the_same_from_a_stored_text(value):
+    """A log is parsed by orjson where that is installed, and nothing in it may be another value then."""
+    text = dumps([value, 2**63 - 1, -(2**63), 5e-324, 0.1])
+    assert repr(parse(text)) == repr(json.loads(text))
 
 
 @given(values)
