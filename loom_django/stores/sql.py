@@ -231,7 +231,13 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
 
     def _obstacle(self, commit: Commit) -> Exception | None:
         key = commit.execution_id
-        token, wakes, last = self._run("why", {"id": key, "wakes_of": commit.wakes_of or key})[0]
+        return self._in_the_way(commit, *self._run("why", {"id": key, "wakes_of": commit.wakes_of or key})[0])
+
+    def _in_the_way(
+        self, commit: Commit, token: int | None, wakes: int | None, last: int | None
+    ) -> Exception | None:
+        """Why a commit may not land, by its execution's token, the wakes it presents and the end of the log."""
+        key = commit.execution_id
         if not commit.unguarded and (token or 0) not in (0, commit.fence):
             return StaleFenceError(key, commit.fence, token)
         if commit.wakes is not None and commit.wakes != (wakes or 0):

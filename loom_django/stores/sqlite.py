@@ -14,12 +14,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from django.db import Error, OperationalError
 
 from loom_django import compat
 from loom_django.errors import StoreUnavailableError
+from loom_django.kernel.events import Event
 from loom_django.kernel.state import Status
 from loom_django.stores.base import Commit, Due, Known
 from loom_django.stores.retention import STATEMENTS as RETENTION
@@ -70,19 +71,39 @@ _DECIDED: Final = (
     "attributes", "scheduled_at",
 )  # fmt: skip
 _OWNER: Final = ("ready_at", "lease_owner", "lease_token", "lease_until")
+# An update writes every index of a column that it names, changed or not. These the first event tells for good.
+_MOVES: Final = tuple(name for name in _TOLD if name not in ("flow_id", "created_at"))
+
+# Events in one statement.
+EVENTS_AT_ONCE: Final = 8
+
+
+def _events(count: int) -> Statement:
+    columns = ("sequence", "kind", "body", "fence", "writer", "kernel")
+    rows = [", ".join(f"%({column}_{place})s" for column in columns) for place in range(count)]
+    return Statement(
+        f"events_{count}",
+        "Rows of the log.",
+        f"""
+        insert into loom_event (execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at)
+        values {", ".join(f"(%(id)s, {row}, $now)" for row in rows)}
+        """,
+    )
+
 
 OWN: Final = named(
     Statement(
-        "event",
-        "One row of the log.",
+        "look",
+        "What could stand in the way of a commit, and the status that the projection's row has, if it is there.",
         """
-        insert into loom_event (
-            execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at
-        ) values (
-            %(id)s, %(sequence)s, %(kind)s, %(body)s, %(fence)s, %(writer)s, %(kernel)s, $now
-        )
+        select
+            (select token from loom_fence where execution_id = %(id)s),
+            (select wakes from loom_fence where execution_id = %(wakes_of)s),
+            (select max(sequence) from loom_event where execution_id = %(id)s),
+            (select status from loom_execution where id = %(id)s)
         """,
     ),
+    *(_events(count) for count in range(1, EVENTS_AT_ONCE + 1)),
     Statement(
         "new_row",
         "The projection's row at its start, or of a log that had lost it.",
@@ -92,19 +113,26 @@ OWN: Final = named(
         """,
     ),
     Statement(
+        "tell_more",
+        "The projection after more events; status and owner stay.",
+        f"""
+        update loom_execution set {", ".join(f"{name} = %({name})s" for name in _MOVES if name != "status")}
+        where id = %(id)s
+        """,
+    ),
+    Statement(
         "tell",
         "The projection after more events; its owner stays.",
         f"""
-        update loom_execution set {", ".join(f"{name} = %({name})s" for name in _TOLD)} where id = %(id)s
-        returning id
+        update loom_execution set {", ".join(f"{name} = %({name})s" for name in _MOVES)} where id = %(id)s
         """,
     ),
     Statement(
         "tell_and_own",
         "The projection after more events, and who owns the execution then.",
         f"""
-        update loom_execution set {", ".join(f"{name} = %({name})s" for name in (*_TOLD, *_OWNER))}
-        where id = %(id)s returning id
+        update loom_execution set {", ".join(f"{name} = %({name})s" for name in (*_MOVES, *_OWNER))}
+        where id = %(id)s
         """,
     ),
     Statement(
@@ -237,6 +265,15 @@ OWN: Final = named(
 )
 
 
+class _Look(NamedTuple):
+    """What is there before a commit; None for what is not."""
+
+    token: int | None
+    wakes: int | None
+    last: int | None
+    status: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     """A statement in both forms, and which of its parameters this store fills in."""
@@ -277,12 +314,14 @@ class SqliteStore(SqlStore):
             bound["now"] = _text(now)
             for key in prepared.seconds:
                 bound[key] = _text(now + timedelta(seconds=parameters[key]))
-        if compat.open_transaction(self.connection):
-            return self._execute(prepared.direct, prepared.watched, bound)
-        return self._patiently(lambda: self._execute(prepared.direct, prepared.watched, bound))
-
-    def _execute(self, direct: str, watched: str, parameters: Mapping[str, Any]) -> list[Row]:
         connection = self.connection
+        if compat.begun_by_hand(connection) or compat.open_transaction(connection):
+            return self._execute(connection, prepared.direct, prepared.watched, bound)
+        return self._patiently(lambda: self._execute(connection, prepared.direct, prepared.watched, bound))
+
+    def _execute(
+        self, connection: Any, direct: str, watched: str, parameters: Mapping[str, Any]
+    ) -> list[Row]:
         connection.ensure_connection()
         if connection.in_atomic_block:
             connection.validate_no_broken_transaction()
@@ -296,7 +335,7 @@ class SqliteStore(SqlStore):
             return rows
 
     def _say(self, command: str) -> None:
-        self._execute(command, command, {})
+        self._execute(self.connection, command, command, {})
 
     def _patiently(self, work: Callable[[], _T], patience: float | None = None) -> _T:
         """Do a piece of work that is one transaction, again for as long as the file is locked.
@@ -374,46 +413,58 @@ class SqliteStore(SqlStore):
     def _land_one(self, commit: Commit) -> Exception | None:
         """Look, then write; under the write lock nothing can come between."""
         members = (commit, *commit.also)
-        if any(self._obstacle(member) is not None for member in members):
-            return self._refusal(commit)
+        looks = [self._look(member) for member in members]
+        for member, look in zip(members, looks, strict=True):
+            if self._in_the_way(member, look.token, look.wakes, look.last) is not None:
+                return self._refusal(commit)
         now = self.now()
-        for member in members:
-            self._write(member, now)
+        for member, look in zip(members, looks, strict=True):
+            self._write(member, look, now)
         return None
 
-    def _write(self, commit: Commit, now: datetime) -> None:
-        key, at = commit.execution_id, now
-        if commit.new is not None:
+    def _look(self, commit: Commit) -> _Look:
+        key = commit.execution_id
+        return _Look(*self._run("look", {"id": key, "wakes_of": commit.wakes_of or key})[0])
+
+    def _write(self, commit: Commit, look: _Look, now: datetime) -> None:
+        key = commit.execution_id
+        if commit.new is not None and look.token:
             self._run("move_fence", {"id": key})
         if commit.parks:
             for row in {key, commit.wakes_of or key}:
                 self._run("ensure_fence", {"id": row})
         for woken in commit.wake:
             self._run("wake", {"id": woken})
-            self._run("owe_redrive", {"id": woken, "now": at})
-        for event in commit.events:
-            columns = {
-                "sequence": event.sequence,
-                "kind": str(event.kind),
-                "body": event.body,
-                "fence": event.fence,
-                "writer": event.writer,
-                "kernel": event.is_kernel,
-            }
-            self._run("event", {"id": key, "now": at, **columns})
-        self._write_row(commit, now)
+            self._run("owe_redrive", {"id": woken, "now": now})
+        for start in range(0, len(commit.events), EVENTS_AT_ONCE):
+            self._write_events(key, commit.events[start : start + EVENTS_AT_ONCE], now)
+        self._write_row(commit, look.status, now)
         self._write_timers(commit)
         for number in commit.messages:
             self._run("take", {"number": number})
 
-    def _write_row(self, commit: Commit, now: datetime) -> None:
+    def _write_events(self, key: str, events: Sequence[Event], now: datetime) -> None:
+        names: dict[str, Any] = {"id": key, "now": now}
+        for place, event in enumerate(events):
+            names[f"sequence_{place}"] = event.sequence
+            names[f"kind_{place}"] = str(event.kind)
+            names[f"body_{place}"] = event.body
+            names[f"fence_{place}"] = event.fence
+            names[f"writer_{place}"] = event.writer
+            names[f"kernel_{place}"] = event.is_kernel
+        self._run(f"events_{len(events)}", names)
+
+    def _write_row(self, commit: Commit, status: str | None, now: datetime) -> None:
         row = {"id": commit.execution_id, **row_of(commit)}
-        if commit.new is None:
-            name = "tell" if commit.ownership.mode == "keep" else "tell_and_own"
-            if self._run(name, row | _owned(commit, now)):
-                return
-            row = {**_LOST, "chain": commit.execution_id, **row}
-        self._run("new_row", row | _owned(commit, now))
+        if commit.new is not None:
+            self._run("new_row", row | _owned(commit, now))
+        elif status is None:
+            lost = {**_LOST, "chain": commit.execution_id}
+            self._run("new_row", lost | row | _owned(commit, now))
+        elif commit.ownership.mode != "keep":
+            self._run("tell_and_own", row | _owned(commit, now))
+        else:
+            self._run("tell_more" if status == row["status"] else "tell", row)
 
     def _write_timers(self, commit: Commit) -> None:
         key = commit.execution_id
@@ -534,7 +585,9 @@ def _owned(commit: Commit, now: datetime) -> dict[str, Any]:
 
 def _text(instant: datetime) -> str:
     """As Django writes it: UTC without a zone. Equal lengths are not needed, the order is that of time."""
-    return str(instant.astimezone(UTC).replace(tzinfo=None))
+    if instant.tzinfo is not UTC:
+        instant = instant.astimezone(UTC)
+    return str(instant.replace(tzinfo=None))
 
 
 def _is_locked(error: BaseException) -> bool:

@@ -51,11 +51,11 @@ POSTGRESQL = {
 }
 # Statements, transactions' begin and commit among them.
 SQLITE = {
-    "execution, unfenced": 18,
-    "execution, fenced": 19,
-    "park/resume, unfenced": 31,
-    "park/resume, acquire_fence": 32,
-    "park/resume, fence_if_parked_at": 36,
+    "execution, unfenced": 16,
+    "execution, fenced": 17,
+    "park/resume, unfenced": 29,
+    "park/resume, acquire_fence": 30,
+    "park/resume, fence_if_parked_at": 34,
     "resume alone, unfenced": 13,
     "resume alone, acquire_fence": 14,
     "resume alone, fence_if_parked_at": 18,
