@@ -20,7 +20,7 @@ from typing import Any, Final
 from benchmarks import backends
 from benchmarks.fences import ORDER, book, one_step
 from benchmarks.frame import Bench, Crew, Timed, paired, paired_cpu
-from loom_django import FlowContext, StepContext, flow, tool
+from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
 from loom_django.engine.core import random_token
 from loom_django.engine.start import start
 from loom_django.kernel.events import pack
@@ -39,6 +39,19 @@ LATER: Final = timedelta(hours=1)
 def steps(ctx: FlowContext, order: str, count: int) -> int:
     for _ in range(count):
         ctx.run(book, order, 1999)
+    return count
+
+
+@tool
+async def abook(ctx: StepContext, order: str, amount: int) -> dict[str, Any]:
+    """As ``book``, awaited."""
+    return {"order": order, "amount": amount, "reference": ctx.idempotency_key, "state": "booked"}
+
+
+@flow("benchmarks.async_steps", steps=[abook])
+async def async_steps(ctx: AsyncFlowContext, order: str, count: int) -> int:
+    for _ in range(count):
+        await ctx.run(abook, order, 1999)
     return count
 
 
@@ -179,6 +192,15 @@ WHOLES: Final = (
     Whole("worker, 5 steps", lambda bench, n: ready(bench, steps, n, ORDER, 5), drain, 128),
     Whole("worker, 20 steps", lambda bench, n: ready(bench, steps, n, ORDER, 20), drain, 64),
     Whole("worker, 100 steps", lambda bench, n: ready(bench, steps, n, ORDER, 100), drain, 16),
+    Whole(
+        "worker, async, 1 step",
+        lambda bench, n: ready(bench, async_steps, n, ORDER, 1),
+        drain,
+        320,
+        (1, 8, 64),
+    ),
+    Whole("worker, async, 5 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 5), drain, 128),
+    Whole("worker, async, 20 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 20), drain, 64),
     Whole("worker, a transactional step", lambda bench, n: ready(bench, transactional, n, ORDER), drain, 160),
     Whole("start only", lambda bench, n: n, start_all, 320, (1,)),
     Whole("timers drained", due, wake, 320),

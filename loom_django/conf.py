@@ -56,6 +56,7 @@ class LoomSettings:
     MISFIRE_GRACE: float = 60.0
     QUEUES: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {DEFAULT_QUEUE: {}})
     CONCURRENCY: int = 16
+    ASYNC_CONCURRENCY: int = 64
     IN_PROCESS_RETRY_LIMIT: float = 5.0
     POLL_INTERVAL: float | None = None
     NOTIFY: bool = True
@@ -94,6 +95,7 @@ POSITIVE_INTS: Final = frozenset(
         "HISTORY_WARN_EVENTS",
         "HISTORY_MAX_EVENTS",
         "CONCURRENCY",
+        "ASYNC_CONCURRENCY",
     }
 )
 OPTIONAL: Final = frozenset({"POLL_INTERVAL", "REDACT", "ARCHIVE_STORAGE"})

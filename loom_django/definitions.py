@@ -690,6 +690,14 @@ class Registry:
         """Each flow's highest version: what this node can serve."""
         return {flow_id: max(versions) for flow_id, versions in self._flows.items() if versions}
 
+    def all_async(self) -> set[str]:
+        """The flows of which each version is an ``async def``."""
+        return {
+            flow_id
+            for flow_id, versions in self._flows.items()
+            if versions and all(flow_.is_async for flow_ in versions.values())
+        }
+
     def all(self) -> list[Flow[..., Any]]:
         return [flow_ for flow_id in sorted(self._flows) for flow_ in self.versions(flow_id).values()]
 

@@ -148,17 +148,21 @@ class Call:
     def _run(self) -> None:
         try:
             outcome = self._context.run(self._in_loop if self.is_async else lambda: measured(self._call))
-            with self._lock:
-                self.outcome = outcome
-                late = self._given_up
-            with contextlib.suppress(RuntimeError):  # the loop that waited is closed
-                self._tell()
-            if late:
-                abandoned.change(-1)
-                if not isinstance(outcome.error, asyncio.CancelledError | Unwind):
-                    self._on_late(outcome)
+            if self._end(outcome):
+                self._on_late(outcome)
         finally:
             connections.close_all()
+
+    def _end(self, outcome: Outcome) -> bool:
+        """Tell how the call ended; True if nobody waits for it any more and it came to something."""
+        with self._lock:
+            self.outcome = outcome
+            late = self._given_up
+        with contextlib.suppress(RuntimeError):  # the loop that waited is closed
+            self._tell()
+        if late:
+            abandoned.change(-1)
+        return late and not isinstance(outcome.error, asyncio.CancelledError | Unwind)
 
     def _in_loop(self) -> Outcome:
         started = time.monotonic()

@@ -11,7 +11,7 @@ import inspect
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from loom_django.engine import calls
@@ -34,13 +34,8 @@ from loom_django.engine.unwind import Unwind, Why
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Something to be done while the loop stands still; its context is the asking task's."""
-
-    call: Callable[[], Any]
-    context: contextvars.Context
-    answer: asyncio.Future[tuple[Any, BaseException | None]]
+# What came of a call: its value, or what it raised.
+Answer = tuple[Any, BaseException | None]
 
 
 class AsyncDriver(Driver):
@@ -49,7 +44,7 @@ class AsyncDriver(Driver):
     def __init__(self, *, one_thread: bool) -> None:
         super().__init__(one_thread=one_thread)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Outcome] | None = None
+        self._task: asyncio.Task[Any] | None = None
         self._asked: list[Callable[[], None]] = []
         self._wake: asyncio.Future[None] | None = None
         self._cut = False
@@ -107,13 +102,16 @@ class AsyncDriver(Driver):
         if isinstance(command, Io):
             return await self._outside(command.call)
         if isinstance(command, Pause):
-            return await self._outside(lambda: self.pause(command.seconds))
+            return await self._pause(command.seconds)
         if command.is_async or self._is_beside:
             return await self._beside(command)
         return await self._outside(lambda: self.call_sync(command))
 
-    # True for a branch: its plain tools are not to stop the loop, in which its siblings run.
+    # True where plain tools are not to stop the loop, since others run in it: a branch's siblings.
     _is_beside = False
+
+    async def _pause(self, length: float) -> None:
+        await self._outside(lambda: self.pause(length))
 
     async def _join(self, join: Join) -> None:
         """A task for each branch, in this loop; a body that is cut off meanwhile waits for them all the same."""
@@ -129,9 +127,12 @@ class AsyncDriver(Driver):
         for task in tasks:
             task.result()
 
+    def _branch_driver(self) -> AsyncDriver:
+        return _AsyncBranchDriver(self)
+
     async def _branch(self, branch: Branch) -> None:
-        driver = _AsyncBranchDriver(self)
-        driver.task = asyncio.current_task()
+        driver = self._branch_driver()
+        driver._task = asyncio.current_task()
         started = time.monotonic()
         try:
             value = await branch.enter(driver)()
@@ -150,12 +151,10 @@ class AsyncDriver(Driver):
         """Have a call made while the loop stands still. A cancellation that comes meanwhile is kept."""
         if self.closed:
             raise Unwind(Why.INTERRUPTED)
-        asked = _Asked(call, contextvars.copy_context(), asyncio.get_running_loop().create_future())
-        self._bring(lambda: _answer(asked))
-        self._ring()
+        answer = self._ask(call, contextvars.copy_context())
         while True:
             try:
-                result, error = await asyncio.shield(asked.answer)
+                result, error = await asyncio.shield(answer)
             except asyncio.CancelledError:
                 self._cut_off()
             else:
@@ -165,6 +164,13 @@ class AsyncDriver(Driver):
         if error is not None:
             raise error
         return result
+
+    def _ask(self, call: Callable[[], Any], context: contextvars.Context) -> asyncio.Future[Answer]:
+        """Have a call made where it may wait; its answer comes in this loop."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._bring(lambda: _tell(answer, answered(call, context)))
+        self._ring()
+        return answer
 
     async def _beside(self, command: Invoke) -> Outcome:
         """Call an async tool in a loop and a thread of its own, with this loop running on."""
@@ -274,14 +280,6 @@ class _AsyncBranchDriver(AsyncDriver):
         self._is_beside = not root.sequential
 
     @property
-    def task(self) -> asyncio.Task[Any] | None:
-        return self._task
-
-    @task.setter
-    def task(self, task: asyncio.Task[Any] | None) -> None:
-        self._task = task
-
-    @property
     def closed(self) -> bool:
         return self._root.closed or (self._task is not None and self._task.done())
 
@@ -298,16 +296,22 @@ class _AsyncBranchDriver(AsyncDriver):
         self._root._post(work)
 
 
-def _answer(asked: _Asked) -> None:
-    answer: tuple[Any, BaseException | None]
+def answered(call: Callable[[], Any], context: contextvars.Context) -> Answer:
+    """Make a call in the context of the task that asked for it."""
     try:
-        answer = asked.context.run(asked.call), None
+        return context.run(call), None
     except BaseException as exc:
-        answer = None, exc
-    if not asked.answer.done():
-        asked.answer.set_result(answer)
+        return None, exc
+
+
+def _tell(asked: asyncio.Future[Answer], answer: Answer) -> None:
+    if not asked.done():
+        asked.set_result(answer)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Call in a loop, from another thread or between its turns."""
-    loop.call_soon_threadsafe(call)
+    """Call in a loop, wherever this is."""
+    if asyncio._get_running_loop() is loop:
+        call()
+    else:
+        loop.call_soon_threadsafe(call)

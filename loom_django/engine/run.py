@@ -10,6 +10,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from loom_django.definitions import Flow
@@ -25,6 +26,7 @@ from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
+from loom_django.engine.shared import BodyLoop, SharedDriver
 from loom_django.engine.steps import recorded_error
 from loom_django.engine.transactions import leave_transaction_of
 from loom_django.engine.unwind import Unwind, Why
@@ -79,21 +81,15 @@ def run_execution(
         OpenTransactionError: the caller's transaction is open; nothing was written.
         KeyboardInterrupt, SystemExit: raised in the main thread while a tool ran, after it was accounted for.
     """
-    if engine.store.in_transaction():
-        raise OpenTransactionError(
-            "running a flow's body",
-            "its steps must be durable one by one",
-            "Start it inside the block: it runs after the commit.",
-        )
-    if journal is None:
-        journal = open_journal(engine, engine.store.load(execution_id), fence=fence)
-    flow = _flow_of(engine, journal, token)
-    if flow is None:
+    body = _entered(
+        engine,
+        execution_id,
+        token,
+        lambda: journal or open_journal(engine, engine.store.load(execution_id), fence=fence),
+        partial(_driver, engine, stop=stop),
+    )
+    if body is None:
         return Ended.REFUSED
-    engine.store.check_clock()  # measured before facts are stamped in an event loop, where no query may be
-    journal.patience = engine.settings().LEASE_TTL
-    driver = _driver(engine, flow, stop)
-    body = Body(engine, journal, flow, driver)
     engine.keeper.hold(execution_id, token, body.lose)
     try:
         with inside_body():
@@ -102,6 +98,88 @@ def run_execution(
             return _ended(body, token, *_run(body))
     finally:
         engine.keeper.drop(execution_id, token)
+
+
+async def run_shared(
+    engine: Engine,
+    place: BodyLoop,
+    execution_id: str,
+    *,
+    token: int,
+    journal: Callable[[], Journal],
+    stop: threading.Event,
+) -> Ended:
+    """:func:`run_execution` of an ``async def`` flow, as a task of a loop that it shares with others.
+
+    ``journal`` opens the log; it is called in a thread, as is whatever else may wait.
+    """
+    driver = SharedDriver(place, execution_id)
+    driver.stop = stop
+    entered = await place.do(lambda: _entered_shared(engine, execution_id, token, journal, driver))
+    if isinstance(entered, Ended):
+        return entered
+    body, call, raised = entered
+    body.thread = threading.get_ident()  # where its calls of the context come from
+    value = None
+    try:
+        if call is not None:
+            try:
+                value = await driver.run_task(call)
+            except BaseException as exc:
+                raised = exc
+        return await place.do(lambda: _left_shared(body, token, value, raised))
+    finally:
+        engine.keeper.drop(execution_id, token)
+
+
+def _entered_shared(
+    engine: Engine, execution_id: str, token: int, journal: Callable[[], Journal], driver: SharedDriver
+) -> Ended | tuple[Body, Callable[[], Any] | None, BaseException | None]:
+    body = _entered(
+        engine,
+        execution_id,
+        token,
+        journal,
+        lambda flow: driver if flow.is_async else _driver(engine, flow, stop=driver.stop),
+    )
+    if body is None:
+        return Ended.REFUSED
+    engine.keeper.hold(execution_id, token, body.lose)
+    if body.driver is not driver:  # row and log disagree about its flow
+        return _ended(body, token, *_run(body))
+    try:
+        return body, _call_of(body), None
+    except BaseException as exc:
+        return body, None, exc
+
+
+def _left_shared(body: Body, token: int, value: Any, raised: BaseException | None) -> Ended:
+    driver: Any = body.driver
+    driver.close()
+    return _ended(body, token, value, raised)
+
+
+def _entered(
+    engine: Engine,
+    execution_id: str,
+    token: int,
+    journal: Callable[[], Journal],
+    driver_for: Callable[[Flow[..., Any]], Driver],
+) -> Body | None:
+    """A body that is ready to run; None if this node cannot serve the execution."""
+    if engine.store.in_transaction():
+        raise OpenTransactionError(
+            "running a flow's body",
+            "its steps must be durable one by one",
+            "Start it inside the block: it runs after the commit.",
+        )
+    opened = journal()
+    flow = _flow_of(engine, opened, token)
+    if flow is None:
+        return None
+    engine.store.check_clock()  # measured before facts are stamped in an event loop, where no query may be
+    opened.patience = engine.settings().LEASE_TTL
+    return Body(engine, opened, flow, driver_for(flow))
 
 
 def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | None:
@@ -139,7 +217,7 @@ def _claimable(engine: Engine, execution_id: str) -> bool:
     return row is not None and row.version <= engine.registry.highest().get(row.flow_id, 0)
 
 
-def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) -> Driver:
+def _driver(engine: Engine, flow: Flow[..., Any], *, stop: threading.Event | None) -> Driver:
     kind: type[Driver] = AsyncDriver if flow.is_async else SyncDriver
     driver = kind(one_thread=engine.store.in_testcase())
     if stop is not None:
@@ -149,18 +227,22 @@ def _driver(engine: Engine, flow: Flow[..., Any], stop: threading.Event | None) 
 
 def _run(body: Body) -> tuple[Any, BaseException | None]:
     """Enter the body and return its value, or what it raised."""
+    driver: Any = body.driver
     try:
-        doubts = open_doubts(body.journal.fold)
-        if doubts:
-            body.park_in_doubt(doubts, LOST_IN_DOUBT)
-        body.watch()
-        args, kwargs = body.flow.unbind(body.decode(body.journal.fold.input))
-        context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
-        driver: Any = body.driver
-        value = driver.run_body(compensated(body, lambda: body.flow.func(context, *args, **kwargs)))
+        return driver.run_body(_call_of(body)), None
     except BaseException as exc:
         return None, exc
-    return value, None
+
+
+def _call_of(body: Body) -> Callable[[], Any]:
+    """The call of the flow's function; leaves the body if effects are in doubt."""
+    doubts = open_doubts(body.journal.fold)
+    if doubts:
+        body.park_in_doubt(doubts, LOST_IN_DOUBT)
+    body.watch()
+    args, kwargs = body.flow.unbind(body.decode(body.journal.fold.input))
+    context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
+    return compensated(body, lambda: body.flow.func(context, *args, **kwargs))
 
 
 def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> Ended:

@@ -1,4 +1,4 @@
-"""A worker: claims ready executions in batches and runs their bodies in threads.
+"""A worker: claims ready executions in batches and runs their bodies, plain ones in threads, async ones in one loop.
 
 Any number of copies may run. A waiting execution is a row; it holds no thread here. When the process is told to
 end, nothing more is claimed, each body is stopped at its next step and handed back, and steps in flight may
@@ -14,19 +14,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Final
 
 from loom_django.conf import DEFAULT_QUEUE, Queue
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.drive import abandoned
+from loom_django.engine.journal import Journal
 from loom_django.engine.outside import open_journal
-from loom_django.engine.run import run_execution
+from loom_django.engine.run import run_execution, run_shared
+from loom_django.engine.shared import BodyLoop
 from loom_django.kernel.events import Event
 from loom_django.services.dispatch import run_logged
 from loom_django.services.loop import soonest
 from loom_django.services.notices import GAP
-from loom_django.stores.base import Claimed, Loaded, QueueLimits, Store
+from loom_django.stores.base import Claimed, Known, Loaded, QueueLimits, Store
 
 log = logging.getLogger("loom_django.worker")
 
@@ -77,6 +80,14 @@ def lanes_of(declared: Mapping[str, Queue], served: Sequence[str] | None) -> lis
     return sorted(lanes, key=lambda lane: -lane.priority)
 
 
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What a running body counts against: its queue, where that has a bound here, and the bound of its kind."""
+
+    queue: str | None = None
+    is_async: bool = False
+
+
 class WorkerService:
     """Claims what is ready and has it run."""
 
@@ -87,12 +98,14 @@ class WorkerService:
         engine: Engine,
         *,
         concurrency: int,
+        tasks: int | None = None,
         queues: Sequence[str] | None = None,
         max_executions: int | None = None,
         on_free: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
-        self.concurrency = concurrency
+        self.concurrency = concurrency  # plain bodies at a time
+        self.tasks = concurrency if tasks is None else tasks  # async ones
         self.queues = queues
         self.max_executions = max_executions
         self.on_free = on_free
@@ -104,10 +117,11 @@ class WorkerService:
         self._asked_at = 0
         self._turns = 0
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
-        self._held: dict[Claimed, str | None] = {}  # with its queue, where that counts
+        self._held: dict[Claimed, _Counted] = {}
         self._condition = threading.Condition()
         self._claims: queue.SimpleQueue[tuple[Claimed, list[Event] | None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._loop: BodyLoop | None = None
         self._shared = ExitStack()  # while bodies run, those that append at the same time share commits
 
     @property
@@ -136,8 +150,8 @@ class WorkerService:
 
     @property
     def has_room(self) -> bool:
-        """True if another body could be run here."""
-        return self.running < self.concurrency and not self.exhausted
+        """True if another body could be run here, whatever its kind."""
+        return not self.exhausted and all(self._free(is_async) > 0 for is_async in self._kinds())
 
     @property
     def overrun(self) -> bool:
@@ -150,14 +164,28 @@ class WorkerService:
         self.again_at = None
         more = False
         for lane in self._lanes():
-            room = 0 if self.draining.is_set() else self._room(lane)
-            if room > 0:
-                claims = self._claim(lane, room)
-                logs = self._short_logs(claims)
-                for claim in claims:
-                    self._submit(claim, logs.get(claim.execution_id), _counted(lane))
-                more |= len(claims) >= room and self._room(lane) > 0
+            for is_async, known in self._kinds().items():
+                room = 0 if self.draining.is_set() else self._room(lane, is_async)
+                if room > 0:
+                    claims = self._claim(lane, room, known)
+                    logs = self._short_logs(claims)
+                    counted = _Counted(_queue_counted(lane), is_async)
+                    for claim in claims:
+                        self._submit(claim, logs.get(claim.execution_id), counted)
+                    more |= len(claims) >= room and self._room(lane, is_async) > 0
         return more
+
+    def _kinds(self) -> dict[bool, Known]:
+        """The flows of this node, plain and async ones: each kind has room of its own, and is claimed by itself."""
+        known = self.engine.known()
+        awaited = set() if self.engine.store.in_testcase() else self.engine.registry.all_async()
+        kinds = {
+            is_async: Known(
+                {name: most for name, most in (known.flows or {}).items() if (name in awaited) == is_async}
+            )
+            for is_async in (False, True)
+        }
+        return {is_async: kind for is_async, kind in kinds.items() if kind.flows} or {False: known}
 
     def _lanes(self) -> list[Lane]:
         """The lanes in order; those of one priority take turns at being first."""
@@ -170,24 +198,31 @@ class WorkerService:
             lanes += alike[first:] + alike[:first]
         return lanes
 
-    def _room(self, lane: Lane) -> int:
-        """How many bodies of a lane may be begun here and now."""
+    def _free(self, is_async: bool) -> int:
+        """How many bodies of a kind there is room for."""
         with self._condition:
-            room = min(BATCH, self.concurrency - len(self._held))
+            running = sum(counted.is_async == is_async for counted in self._held.values())
+        return (self.tasks if is_async else self.concurrency) - running
+
+    def _room(self, lane: Lane, is_async: bool) -> int:
+        """How many bodies of a lane and a kind may be begun here and now."""
+        with self._condition:
+            room = min(BATCH, self._free(is_async))
             if self.max_executions is not None:
                 room = min(room, self.max_executions - self.claimed)
             if lane.at_once is not None:
-                room = min(room, lane.at_once - list(self._held.values()).count(_counted(lane)))
+                queues = [counted.queue for counted in self._held.values()]
+                room = min(room, lane.at_once - queues.count(_queue_counted(lane)))
             return room
 
-    def _claim(self, lane: Lane, room: int) -> list[Claimed]:
+    def _claim(self, lane: Lane, room: int, known: Known) -> list[Claimed]:
         store = self.engine.store
         lease: dict[str, Any] = {
             "owner": self.engine.identity.name,
             "token": random_token(),
             "ttl": self.engine.settings().LEASE_TTL,
             "limit": room,
-            "known": self.engine.known(),
+            "known": known,
         }
         if lane.limits is None:
             return store.claim_ready(**lease, queues=lane.queues, besides=lane.besides)
@@ -206,17 +241,23 @@ class WorkerService:
             log.debug("each body reads its own log: %s", exc)  # what was claimed is run all the same
             return {}
 
-    def _submit(self, claim: Claimed, events: list[Event] | None = None, queue: str | None = None) -> None:
+    def _submit(
+        self, claim: Claimed, events: list[Event] | None = None, counted: _Counted = _Counted()
+    ) -> None:
         with self._condition:
-            self._held[claim] = queue
+            if not self._held and not self._threads and self._loop is None:
+                self._shared.enter_context(self.engine.store.grouping())
+            self._held[claim] = counted
             self.claimed += 1
-            short = len(self._held) > len(self._threads)
+            plain = sum(not other.is_async for other in self._held.values())
         # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
         self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
+        if counted.is_async:
+            self._loop = loop = self._loop or BodyLoop()
+            loop.run(partial(self._run_in, loop, claim, events))
+            return
         self._claims.put((claim, events))
-        if short:
-            if not self._threads:
-                self._shared.enter_context(self.engine.store.grouping())
+        if plain > len(self._threads):
             thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -236,19 +277,15 @@ class WorkerService:
 
     def _run(self, claim: Claimed, events: list[Event] | None) -> None:
         store = self.engine.store
-        journal = None
         try:
             store.close_old_connections()
-            if events:
-                loaded = Loaded(tuple(events), claim.fence, 0)
-                journal = open_journal(self.engine, loaded, fence=claim.fence or None)
             run_logged(
                 lambda: run_execution(
                     self.engine,
                     claim.execution_id,
                     token=claim.token,
                     fence=claim.fence or None,
-                    journal=journal,
+                    journal=self._journal(claim, events) if events else None,
                     stop=self.draining,
                 ),
                 claim.execution_id,
@@ -258,11 +295,38 @@ class WorkerService:
         finally:
             store.leave_transaction()  # whatever left it: the thread's next body is not to find it
             store.close_old_connections()
-            self.engine.keeper.drop(claim.execution_id, claim.token)
-            with self._condition:
-                self._held.pop(claim, None)
-                self._condition.notify_all()
-            self.on_free()
+            self._let_go(claim)
+
+    async def _run_in(self, loop: BodyLoop, claim: Claimed, events: list[Event] | None) -> None:
+        """Run an async body in the loop that it shares with the others."""
+        try:
+            await run_shared(
+                self.engine,
+                loop,
+                claim.execution_id,
+                token=claim.token,
+                journal=lambda: self._journal(claim, events),
+                stop=self.draining,
+            )
+        except BaseException:
+            log.exception("a body run broke off", extra={"execution_id": claim.execution_id})
+        finally:
+            loop.store.put(lambda: self._let_go(claim))  # in a thread: it may ring for others
+
+    def _journal(self, claim: Claimed, events: list[Event] | None) -> Journal:
+        """The log of what was claimed, as it was read with others, or read by itself."""
+        fence = claim.fence or None
+        loaded = (
+            Loaded(tuple(events), claim.fence, 0) if events else self.engine.store.load(claim.execution_id)
+        )
+        return open_journal(self.engine, loaded, fence=fence)
+
+    def _let_go(self, claim: Claimed) -> None:
+        self.engine.keeper.drop(claim.execution_id, claim.token)
+        with self._condition:
+            self._held.pop(claim, None)
+            self._condition.notify_all()
+        self.on_free()
 
     def drain(self, grace: float) -> bool:
         """Claim nothing more and wait for the steps in flight; False if some outlived the grace time."""
@@ -278,11 +342,13 @@ class WorkerService:
             self._claims.put(None)
         for thread in self._threads:
             thread.join()
+        if self._loop is not None:
+            self._loop.end()
         self._shared.close()
         return True
 
 
-def _counted(lane: Lane) -> str | None:
+def _queue_counted(lane: Lane) -> str | None:
     """The queue under which the bodies of a lane are counted, if they are."""
     return lane.queues[0] if lane.at_once is not None and lane.queues else None
 

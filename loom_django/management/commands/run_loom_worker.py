@@ -47,7 +47,12 @@ class Command(BaseCommand):
             "--queues", type=names, metavar="A,B", help="Serve these queues only (default: all of them)."
         )
         parser.add_argument(
-            "--concurrency", type=positive_int, help="Bodies at a time (default: LOOM['CONCURRENCY'])."
+            "--concurrency", type=positive_int, help="Plain bodies at a time (default: LOOM['CONCURRENCY'])."
+        )
+        parser.add_argument(
+            "--async-concurrency",
+            type=positive_int,
+            help="Async bodies at a time (default: LOOM['ASYNC_CONCURRENCY']).",
         )
         parser.add_argument(
             "--interval", type=positive_float, help="Seconds between polls (default: LOOM['POLL_INTERVAL'])."
@@ -96,6 +101,7 @@ class Command(BaseCommand):
             worker.concurrency,
             ", ".join(options["queues"]) if options["queues"] else "all queues",
         )
+        log.info("and %d async bodies at a time, in one event loop", worker.tasks)
         undo = stop_on_signals(lambda: self._request_stop(worker, loop))
         try:
             if options["once"]:
@@ -129,6 +135,7 @@ class Command(BaseCommand):
         return WorkerService(
             loom.engine,
             concurrency=options["concurrency"] or conf.get_settings().CONCURRENCY,
+            tasks=options["async_concurrency"] or conf.get_settings().ASYNC_CONCURRENCY,
             queues=options["queues"],
             max_executions=options["max_executions"],
         )

@@ -1,0 +1,416 @@
+"""One event loop for all ``async def`` bodies of a worker: each body, branch and async tool is a task in it.
+
+Nothing of the engine that waits runs in the loop's thread: calls of the store are made in a few threads beside it,
+and so are plain tools. What blocks the loop all the same, a body or an async tool that does not await, stops every
+body in it; their leases are kept meanwhile by the keeper's own thread, and the log says who it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar
+
+from loom_django.compat import renew_connections
+from loom_django.engine import calls
+from loom_django.engine.calls import Call, Outcome, abandoned, boxed, measured
+from loom_django.engine.drive import Command, Invoke, Io, Steps, inside_body
+from loom_django.engine.drive_async import Answer, AsyncDriver, answered
+from loom_django.engine.threads import Threads
+from loom_django.engine.unwind import Unwind, Why
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+log = logging.getLogger("loom_django.run")
+
+# Threads beside the loop: for calls of the store, for plain tools, and for what tools give to asyncio.to_thread.
+# Each has a connection of its own if it uses one.
+STORE_THREADS: Final = 16
+TOOL_THREADS: Final = 16
+
+# A loop that has stood still for longer, in seconds, is told of.
+BLOCKED: Final = 1.0
+
+# How often a body that waits in process looks whether the process is to end, in seconds.
+_LOOK: Final = 0.2
+
+
+class _Scope:
+    """The tasks of one body, or of one call of an async tool."""
+
+    def __init__(self, execution_id: str) -> None:
+        self.execution_id = execution_id
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def add(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def rest(self) -> set[asyncio.Task[Any]]:
+        return {task for task in self.tasks if not task.done()}
+
+    async def end(self) -> None:
+        """Cancel what is left; what does not end within the grace time is counted until it does."""
+        rest = self.rest()
+        for task in rest:
+            task.cancel()
+        _, rest = await asyncio.wait(rest, timeout=calls.CANCEL_GRACE)
+        if rest:
+            abandoned.change(1)
+            asyncio.gather(*rest, return_exceptions=True).add_done_callback(lambda _: abandoned.change(-1))
+
+
+_scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("loom_scope", default=None)
+
+
+class BodyLoop:
+    """The loop, in a thread of its own, and the threads beside it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(self._new_task)
+        self.loop.set_default_executor(_Executor(TOOL_THREADS, thread_name_prefix="loom-to-thread"))
+        self.store = Threads("loom-store", STORE_THREADS)
+        self.tools = Threads("loom-plain", TOOL_THREADS)
+        self.slots = asyncio.Semaphore(TOOL_THREADS)
+        self._own: set[asyncio.Task[Any]] = set()
+        self._scopes: set[_Scope] = set()
+        self._lock = threading.Lock()
+        self._answers: list[tuple[asyncio.Future[Answer], Answer]] = []
+        self._ended = threading.Event()
+        self._beaten_at = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="loom-bodies", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._watch, name="loom-bodies-watch", daemon=True).start()
+
+    # Called from other threads.
+
+    def run(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Run a coroutine in the loop; it raises nothing."""
+        self.loop.call_soon_threadsafe(lambda: self.spawn(call()))
+
+    def end(self) -> None:
+        """End the loop and its threads; for when nothing runs in it any more."""
+        self._ended.set()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.store.end()
+        self.tools.end()
+
+    # Called in the loop.
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run something of the engine's as a task that belongs to no body."""
+        task = self.loop.create_task(coroutine, context=contextvars.Context())
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+
+    async def do(self, call: Callable[[], T]) -> T:
+        """Make a call of the engine's in a thread where it may wait."""
+        result, error = await self.ask(call, contextvars.copy_context())
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def ask(self, call: Callable[[], Any], context: contextvars.Context) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = self.loop.create_future()
+
+        def work() -> None:
+            with inside_body():
+                self._bring(answer, answered(call, context))
+
+        self.store.put(work)
+        return answer
+
+    def _bring(self, asked: asyncio.Future[Answer], answer: Answer) -> None:
+        """Give the loop an answer: those that come before it takes them are taken in one turn of it."""
+        with self._lock:
+            self._answers.append((asked, answer))
+            first = len(self._answers) == 1
+        if first:
+            self.loop.call_soon_threadsafe(self._hand_out)
+
+    def _hand_out(self) -> None:
+        with self._lock:
+            answers, self._answers = self._answers, []
+        for asked, answer in answers:
+            if not asked.done():
+                asked.set_result(answer)
+
+    def begin_task(
+        self, call: Callable[[], Any], execution_id: str, context: contextvars.Context
+    ) -> tuple[asyncio.Task[Outcome], _Scope]:
+        """Begin a user's coroutine, in a scope of its own for the tasks that it makes."""
+        scope = _Scope(execution_id)
+        self._scopes.add(scope)
+        context.run(_scope.set, scope)
+        return self.loop.create_task(boxed(call), context=context), scope
+
+    def forget(self, scope: _Scope) -> None:
+        """What a scope was made for is over."""
+        self._scopes.discard(scope)
+
+    @staticmethod
+    def _new_task(
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Any,
+        context: contextvars.Context | None = None,
+        **more: Any,
+    ) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, context=context, **more)
+        scope = _scope.get() if context is None else context.get(_scope)
+        if scope is not None:
+            scope.add(task)
+        return task
+
+    # The loop's thread, and the one that watches it.
+
+    def _run(self) -> None:
+        with inside_body():
+            self.loop.call_soon(self._beat)
+            while not self._ended.is_set():
+                try:
+                    self.loop.run_forever()  # until the end, or until a tool has stopped it
+                except BaseException:
+                    log.exception(
+                        "a task of an async body let this out into the event loop; the others go on"
+                    )
+        calls.shut_down(self.loop)  # of what was left behind some may be running still
+
+    def _beat(self) -> None:
+        self._beaten_at = time.monotonic()
+        self.loop.call_later(BLOCKED / 4, self._beat)
+
+    def _watch(self) -> None:
+        told_of = 0.0
+        while not self._ended.wait(BLOCKED / 4):
+            beaten_at = self._beaten_at
+            still = time.monotonic() - beaten_at
+            if still > BLOCKED and beaten_at != told_of:
+                told_of = beaten_at
+                self._tell_blocked(still)
+
+    def _tell_blocked(self, still: float) -> None:
+        running = asyncio.current_task(self.loop)
+        by = next((scope.execution_id for scope in tuple(self._scopes) if running in scope.tasks), None)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        log.warning(
+            "the event loop has stood still for %.1f s, and with it all async bodies of this process: execution "
+            "%s blocks it, at %s. Await what waits, and give what computes long to asyncio.to_thread or to a "
+            "plain tool",
+            still,
+            by or "of " + ", ".join(sorted({scope.execution_id for scope in tuple(self._scopes)})),
+            _line(frame),
+            extra={"execution_id": by},
+        )
+
+
+def _line(frame: Any) -> str:
+    if frame is None:
+        return "an unknown line"
+    at = traceback.extract_stack(frame, limit=None)[-1]
+    return f"{at.filename}:{at.lineno}"
+
+
+class _Executor(ThreadPoolExecutor):
+    """Where asyncio.to_thread works: broken connections of its threads are dropped before their next work."""
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        def work() -> T:
+            renew_connections()
+            return fn(*args, **kwargs)
+
+        return super().submit(work)
+
+
+class _TaskCall(Call):
+    """A call of an async tool as a task of the shared loop."""
+
+    place: BodyLoop
+    execution_id: str
+
+    def start(self) -> None:
+        loop = self.place.loop
+        task, self._scope = self.place.begin_task(self._call, self.execution_id, self._context)
+        with self._lock:
+            self._running = (loop, task)
+            if self._cancelled:
+                task.cancel()
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[Outcome]) -> None:
+        with self._lock:
+            self._running = None
+        outcome = Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
+        outcome = replace(outcome, elapsed=self.elapsed)
+        if self._scope.rest():
+            self.place.spawn(self._clear(outcome))
+        else:
+            self._finish(outcome)
+
+    async def _clear(self, outcome: Outcome) -> None:
+        await self._scope.end()
+        self._finish(outcome)
+
+    def _finish(self, outcome: Outcome) -> None:
+        self.place.forget(self._scope)
+        if self._end(outcome):
+            self.place.store.put(lambda: self._on_late(outcome))
+
+
+class _PlainCall(Call):
+    """A call of a plain tool in one of the threads for those."""
+
+    place: BodyLoop
+
+    def start(self) -> None:
+        self.place.tools.put(self._work)
+
+    def give_up(self) -> Outcome | None:
+        before = self._given_up
+        outcome = super().give_up()
+        if self._given_up and not before:
+            self.place.tools.left_behind(1)
+        return outcome
+
+    def _work(self) -> None:
+        with inside_body():
+            outcome = self._context.run(measured, self._call)
+        if self._end(outcome):
+            self._on_late(outcome)
+        if self._given_up:
+            self.place.tools.left_behind(-1)
+
+
+class SharedDriver(AsyncDriver):
+    """Carries commands out for one body of many in a loop, or for a branch of one.
+
+    The rules of a body run in the loop's thread, but for what of them calls the store: while that is under way in
+    another thread, no other rule of the same body runs.
+    """
+
+    _is_beside = True
+
+    def __init__(self, place: BodyLoop, execution_id: str, root: SharedDriver | None = None) -> None:
+        super().__init__(one_thread=False)
+        self._place = place
+        self._execution_id = execution_id
+        self._root = root
+        self._still: asyncio.Lock = asyncio.Lock() if root is None else root._still
+        self._ruling: Any = threading.RLock() if root is None else root._ruling
+        if root is not None:
+            self.stop, self._own = root.stop, root._own
+
+    @property
+    def closed(self) -> bool:
+        return super().closed or (self._root is not None and self._root.closed)
+
+    def exclusively(self, call: Callable[[], T]) -> T:
+        # In the loop's thread this waits only for a sibling branch whose call of the store is under way.
+        with self._ruling:
+            return call()
+
+    async def drive(self, steps: Steps[T]) -> T:
+        await self._settle()
+        return await super().drive(steps)
+
+    async def _perform(self, command: Command) -> Any:
+        if isinstance(command, Io):
+            return await super()._perform(command)
+        try:
+            result = await super()._perform(command)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            await self._settle()
+            raise
+        await self._settle()
+        return result
+
+    async def _settle(self) -> None:
+        """Wait until no call of the store is under way for another branch: the rules are to go on."""
+        if self._still.locked():
+            await self._kept(self._still.acquire)
+            self._still.release()
+
+    async def _kept(self, wait: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Wait; a cancellation that comes meanwhile is kept, as in every call of the engine's."""
+        while True:
+            try:
+                await wait()
+            except asyncio.CancelledError:
+                self._cut_off()
+            else:
+                return
+
+    async def _outside(self, call: Callable[[], Any]) -> Any:
+        await self._kept(self._still.acquire)
+        try:
+            return await super()._outside(call)
+        finally:
+            self._still.release()
+
+    def _ask(self, call: Callable[[], Any], context: contextvars.Context) -> asyncio.Future[Answer]:
+        return self._place.ask(partial(self.exclusively, call), context)
+
+    async def _pause(self, length: float) -> None:
+        end = time.monotonic() + length
+        while (left := end - time.monotonic()) > 0:
+            if self.stop.is_set():
+                raise Unwind(Why.INTERRUPTED)
+            await self._kept(partial(asyncio.sleep, min(left, _LOOK)))
+
+    async def _beside(self, command: Invoke) -> Outcome:
+        if command.is_async:
+            return await super()._beside(command)
+        await self._kept(self._place.slots.acquire)
+        try:
+            return await super()._beside(command)
+        finally:
+            self._place.slots.release()
+
+    def _new_call(
+        self, command: Invoke, *, tell: Callable[[], None], post: Callable[[Callable[[], None]], None]
+    ) -> Call:
+        self._own.renew()
+        kind = _TaskCall if command.is_async else _PlainCall
+        call = kind(
+            command.call, is_async=command.is_async, on_late=command.on_late, executor=self._own, tell=tell
+        )
+        call.place = self._place
+        if isinstance(call, _TaskCall):
+            call.execution_id = self._execution_id
+        return call
+
+    def _branch_driver(self) -> AsyncDriver:
+        return SharedDriver(self._place, self._execution_id, self._root or self)
+
+    async def run_task(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Run a coroutine body as a task of the loop."""
+        context = contextvars.copy_context()
+        context.run(calls.set_apart, self._own)
+        self._task, scope = self._place.begin_task(call, self._execution_id, context)
+        try:
+            await asyncio.wait({self._task})
+        finally:
+            self._left = True
+            if scope.rest():
+                await scope.end()
+            self._place.forget(scope)
+        outcome: Outcome = self._task.result()
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+    def close(self) -> None:
+        """End the thread for sync_to_async; called where it may be waited for."""
+        self._own.close()

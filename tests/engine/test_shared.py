@@ -1,0 +1,547 @@
+"""Async bodies of a worker in one event loop: they run beside each other, and what befalls one is not the others'."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection, connections
+
+from loom_django import AsyncFlowContext, FlowContext, RetryPolicy, StepContext, flow, tool
+from loom_django.engine import calls, shared
+from loom_django.engine.drive import abandoned
+from loom_django.engine.shared import STORE_THREADS, TOOL_THREADS
+from loom_django.kernel.state import Status
+from loom_django.runtime import Handle
+from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.worker import WorkerService
+from tests.engine.conftest import World
+
+PATIENCE = 20.0
+MANY = 64
+
+
+class Site:
+    """A worker whose turns a test makes, and the executions that it is given."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        world.loom.dispatcher = WorkerDispatcher()
+        self.worker = WorkerService(world.engine, concurrency=1, tasks=MANY)
+
+    def run(self, *started: Handle[Any]) -> list[str]:
+        """Have the worker run these until each is parked or has ended; gives their statuses."""
+        self.begin(*started)
+        return self.ended(*started)
+
+    def begin(self, *started: Handle[Any]) -> None:
+        while self.worker.claimed < len(started):
+            self.worker.tick()
+
+    def ended(self, *started: Handle[Any]) -> list[str]:
+        with self.worker._condition:
+            assert self.worker._condition.wait_for(lambda: not self.worker._held, PATIENCE)
+        return [str(self.world.state(handle).status) for handle in started]
+
+
+@pytest.fixture
+def site(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(calls, "CANCEL_GRACE", 0.05)
+    made = Site(world)
+    yield made
+    assert made.worker.drain(PATIENCE)
+    eventually(lambda: not ours())
+    assert abandoned.count == 0
+
+
+def ours() -> list[str]:
+    """The threads of the loop, and those beside it."""
+    names = ("loom-bodies", "loom-store", "loom-plain", "loom-sync", "loom-tool")
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
+
+
+def eventually(so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not so():
+        assert time.monotonic() < end, "it does not come about"
+        time.sleep(0.005)
+
+
+def test_many_bodies_run_at_a_time_in_one_thread(site: Site) -> None:
+    """As many as there may be, all inside their tools at once; threads and connections are far fewer."""
+    inside: set[str] = set()
+    threads: set[int] = set()
+    most: list[int] = []
+    used: list[int] = []
+
+    @tool
+    async def meet(ctx: StepContext) -> None:
+        inside.add(ctx.execution_id)
+        while len(inside) < MANY:
+            await asyncio.sleep(0.005)
+        most.append(len(ours()))
+
+    @tool
+    def plain(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.many", steps=[meet, plain])
+    async def body(ctx: AsyncFlowContext) -> int:
+        threads.add(threading.get_ident())
+        await ctx.run(meet)
+        return await ctx.run(plain)
+
+    started = [body.start() for _ in range(MANY)]
+    assert site.run(*started) == [Status.COMPLETED] * MANY
+    used.append(connections_of_this_database(site.world))
+    assert len(threads) == 1
+    assert max(most) <= 2 + STORE_THREADS + TOOL_THREADS  # the loop's, and the one that watches it
+    assert max(used) <= STORE_THREADS + TOOL_THREADS + 6
+    for handle in started[:3]:
+        site.world.check(handle.id)
+
+
+def connections_of_this_database(world: World) -> int:
+    if getattr(world.engine.store, "alias", None) is None or connection.vendor != "postgresql":
+        return 0
+    with connection.cursor() as cursor:
+        cursor.execute("select count(*) from pg_stat_activity where datname = current_database()")
+        return int(cursor.fetchone()[0])
+
+
+def test_branches_plain_tools_and_notes_go_beside_each_other(site: Site) -> None:
+    """One log, whatever of it is being stored when a branch goes on."""
+
+    @tool
+    async def slow(ctx: StepContext, number: int) -> int:
+        await asyncio.sleep(0.001 * (number % 3))
+        return number
+
+    @tool
+    def plain(ctx: StepContext, number: int) -> int:
+        return number
+
+    @flow("s.branches", steps=[slow, plain])
+    async def body(ctx: AsyncFlowContext) -> int:
+        def branch(number: int) -> Callable[[AsyncFlowContext], Awaitable[int]]:
+            async def run(ctx: AsyncFlowContext) -> int:
+                total = 0
+                for _ in range(3):
+                    ctx.emit("note", number)
+                    total += await ctx.run(slow, number)
+                    total += await ctx.run(plain, number)
+                return total
+
+            return run
+
+        done = await ctx.parallel({f"b{number}": branch(number) for number in range(8)})
+        return sum(done.values())
+
+    started = [body.start() for _ in range(3)]
+    assert site.run(*started) == [Status.COMPLETED] * 3
+    for handle in started:
+        assert handle.result() == 2 * 3 * sum(range(8))
+        assert site.world.kinds(handle.id).count("note") == 24
+        site.world.check(handle.id)
+
+
+def test_a_note_that_is_made_while_a_sibling_is_being_stored_is_not_lost(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for that, as all rules of one body do for each other."""
+    storing, noted = threading.Event(), threading.Event()
+    store = site.world.engine.store
+    plain_append = store.append
+
+    def append(commit: Any) -> None:
+        plain_append(commit)
+        if any(event.kind == "STEP_STARTED" for event in commit.events):
+            storing.set()
+            noted.wait(0.2)
+
+    monkeypatch.setattr(store, "append", append)
+
+    @tool
+    async def step(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.note", steps=[step])
+    async def body(ctx: AsyncFlowContext) -> None:
+        async def runs(ctx: AsyncFlowContext) -> int:
+            return await ctx.run(step)
+
+        async def notes(ctx: AsyncFlowContext) -> None:
+            while not storing.is_set():
+                await asyncio.sleep(0.001)
+            ctx.emit("note", 1)
+            noted.set()
+
+        await ctx.parallel({"runs": runs, "notes": notes})
+
+    handle = body.start()
+    assert site.run(handle) == [Status.COMPLETED]
+    assert site.world.kinds(handle.id).count("note") == 1
+
+
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_a_tool_that_times_out_is_left_behind(site: Site, idempotent: bool) -> None:
+    """It swallows its cancellation; the flow goes on, or is put in doubt, and what comes late is noted."""
+    release = threading.Event()
+
+    @tool(timeout=0.05, idempotent=idempotent)
+    async def stubborn(ctx: StepContext) -> str:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                continue
+        return "late"
+
+    @flow("s.late", steps=[stubborn])
+    async def body(ctx: AsyncFlowContext) -> None:
+        await ctx.run(stubborn)
+
+    handle = body.start()
+    try:
+        assert site.run(handle) == [Status.FAILED if idempotent else Status.SUSPENDED]
+        assert abandoned.count == 1
+    finally:
+        release.set()
+    eventually(lambda: abandoned.count == 0)
+    if not idempotent:
+        eventually(lambda: bool(site.world.state(handle).frames["stubborn"].late))
+
+
+def test_a_plain_tool_that_times_out_gives_its_place_to_another(site: Site) -> None:
+    """As many as there are threads hang; the one after them has its turn all the same."""
+    release = threading.Event()
+
+    @tool(timeout=0.05, idempotent=True)
+    def hangs(ctx: StepContext) -> None:
+        release.wait(PATIENCE)
+
+    @tool
+    def plain(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.hang", steps=[hangs, plain])
+    async def body(ctx: AsyncFlowContext) -> int:
+        try:
+            await ctx.run(hangs)
+        except Exception:
+            return await ctx.run(plain)
+        return 0
+
+    started = [body.start() for _ in range(TOOL_THREADS + 2)]
+    try:
+        assert site.run(*started) == [Status.COMPLETED] * len(started)
+        assert abandoned.count == len(started)
+    finally:
+        release.set()
+    assert {handle.result() for handle in started} == {1}
+    eventually(lambda: abandoned.count == 0)
+
+
+class _Keeper:
+    """Tells the bodies that their leases are lost, when the test says so."""
+
+    def __init__(self) -> None:
+        self.lost: dict[str, Callable[[], None]] = {}
+
+    def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
+        self.lost[execution_id] = on_lost
+
+    def drop(self, execution_id: str, token: int) -> None: ...
+
+    def keeps(self, execution_id: str, token: int) -> bool:
+        return False
+
+
+def test_a_lost_lease_cancels_one_body_s_tool_and_no_other_s(site: Site) -> None:
+    """The neighbours in the loop go on."""
+    keeper = site.world.engine.keeper = _Keeper()
+    inside: set[str] = set()
+    cancelled: list[str] = []
+    release = threading.Event()
+
+    @tool(idempotent=True)
+    async def wire(ctx: StepContext) -> None:
+        inside.add(ctx.execution_id)
+        try:
+            while not release.is_set():
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            cancelled.append(ctx.execution_id)
+            raise
+
+    @flow("s.lost", steps=[wire])
+    async def body(ctx: AsyncFlowContext) -> None:
+        await ctx.run(wire)
+
+    started = [body.start() for _ in range(4)]
+    site.begin(*started)
+    eventually(lambda: len(inside) == 4)
+    keeper.lost[started[0].id]()
+    eventually(lambda: cancelled == [started[0].id])
+    release.set()
+    assert site.ended(*started) == [Status.RUNNING, *[Status.COMPLETED] * 3]
+
+
+def test_a_refused_append_is_one_body_s_alone(site: Site) -> None:
+    """Somebody else has fenced one of several; only its outcome is not recorded."""
+    inside: set[str] = set()
+    release = threading.Event()
+
+    @tool(idempotent=True)
+    async def wire(ctx: StepContext) -> None:
+        inside.add(ctx.execution_id)
+        while not release.is_set():
+            await asyncio.sleep(0.005)
+
+    @flow("s.fenced", steps=[wire])
+    async def body(ctx: AsyncFlowContext) -> None:
+        await ctx.run(wire)
+
+    started = [body.start() for _ in range(4)]
+    site.begin(*started)
+    eventually(lambda: len(inside) == 4)
+    site.world.engine.store.acquire_fence(started[0].id)
+    release.set()
+    assert site.ended(*started) == [Status.RUNNING, *[Status.COMPLETED] * 3]
+    assert site.world.kinds(started[0].id)[-1] == "STEP_STARTED"
+
+
+def test_what_a_body_does_to_the_loop_is_not_its_neighbours_end(site: Site) -> None:
+    """One raises, one stops the loop, one lets a task raise SystemExit, one leaves a task behind."""
+
+    async def exits() -> None:
+        raise SystemExit
+
+    left: list[asyncio.Task[None]] = []
+
+    @tool
+    async def fine(ctx: StepContext) -> int:
+        await asyncio.sleep(0.05)
+        return 1
+
+    @flow("s.does", steps=[fine])
+    async def body(ctx: AsyncFlowContext, what: str) -> int:
+        if what == "raise":
+            raise ValueError(what)
+        if what == "stop":
+            asyncio.get_running_loop().stop()
+        if what == "exit":
+            task = asyncio.create_task(exits())
+            await asyncio.wait({task})
+            assert isinstance(task.exception(), SystemExit)
+        if what == "leave":
+            left.append(asyncio.create_task(asyncio.sleep(60)))
+        return await ctx.run(fine)
+
+    started = [body.start(what) for what in ("fine", "raise", "stop", "exit", "leave", "fine")]
+    statuses = site.run(*started)
+    assert statuses == [Status.COMPLETED, Status.FAILED, *[Status.COMPLETED] * 4]
+    assert left[0].cancelled()
+
+
+def test_a_body_that_blocks_the_loop_is_told_of(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its execution and the line where it is."""
+    monkeypatch.setattr(shared, "BLOCKED", 0.1)
+    release = threading.Event()
+
+    @tool
+    async def blocks(ctx: StepContext) -> None:
+        release.wait(PATIENCE)
+
+    @flow("s.blocks", steps=[blocks])
+    async def body(ctx: AsyncFlowContext) -> None:
+        await ctx.run(blocks)
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "stood still" in record.getMessage()]
+
+    with caplog.at_level(logging.WARNING, "loom_django.run"):
+        handle = body.start()
+        site.begin(handle)
+        eventually(lambda: bool(told()))
+        release.set()
+        assert site.ended(handle) == [Status.COMPLETED]
+    assert handle.id in told()[0]
+    assert "threading.py" in told()[0]
+
+
+def test_a_draining_worker_stops_each_body_at_its_next_call(site: Site) -> None:
+    """The tools in hand end and are recorded; what hangs holds the drain as long as it may."""
+    inside: set[str] = set()
+    release = threading.Event()
+
+    @tool(idempotent=True)
+    async def first(ctx: StepContext) -> None:
+        inside.add(ctx.execution_id)
+        while not release.is_set():
+            await asyncio.sleep(0.005)
+
+    @tool
+    async def second(ctx: StepContext) -> None:
+        """Nothing."""
+
+    @flow("s.drain", steps=[first, second])
+    async def body(ctx: AsyncFlowContext) -> None:
+        await ctx.run(first)
+        await ctx.run(second)
+
+    started = [body.start() for _ in range(3)]
+    site.begin(*started)
+    eventually(lambda: len(inside) == 3)
+    assert site.worker.drain(0.05) is False
+    release.set()
+    assert site.ended(*started) == [Status.RUNNING] * 3
+    for handle in started:
+        assert site.world.kinds(handle.id)[-1] == "STEP_COMPLETED"
+        assert site.world.engine.store.held(handle.id) is None
+
+
+def test_each_kind_of_flow_has_room_of_its_own(site: Site) -> None:
+    """Plain bodies that fill their room keep no async one out, nor the other way round."""
+    release = threading.Event()
+    inside: list[str] = []
+
+    @tool
+    def stay(ctx: StepContext) -> None:
+        inside.append("plain")
+        release.wait(PATIENCE)
+
+    @tool
+    async def astay(ctx: StepContext) -> None:
+        inside.append("async")
+        while not release.is_set():
+            await asyncio.sleep(0.005)
+
+    @flow("s.plain", steps=[stay])
+    def plain(ctx: FlowContext) -> None:
+        ctx.run(stay)
+
+    @flow("s.async", steps=[astay])
+    async def awaited(ctx: AsyncFlowContext) -> None:
+        await ctx.run(astay)
+
+    site.worker.tasks = 2
+    started: list[Handle[Any]] = [*(plain.start() for _ in range(3)), *(awaited.start() for _ in range(3))]
+    try:
+        site.worker.tick()
+        eventually(lambda: len(inside) == 3)
+        site.worker.tick()
+        assert sorted(inside) == ["async", "async", "plain"]
+        assert not site.worker.has_room
+    finally:
+        release.set()
+    while site.worker.claimed < len(started):
+        site.worker.tick()
+    assert site.ended(*started) == [Status.COMPLETED] * 6
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("world", ["database"], indirect=True)
+def test_async_tools_and_bodies_use_the_orm(site: Site) -> None:
+    """Through a thread of the body's own, which ends with it; transactional steps work as ever."""
+
+    @tool
+    async def count(ctx: StepContext) -> int:
+        return await User.objects.acount()
+
+    @tool(transactional=True)
+    def add(ctx: StepContext) -> None:
+        User.objects.create(username=ctx.execution_id)
+
+    @tool
+    async def beside(ctx: StepContext) -> int:
+        def counted() -> int:
+            try:
+                return User.objects.count()
+            finally:
+                connections.close_all()
+
+        return await asyncio.to_thread(counted)
+
+    @flow("s.orm", steps=[count, add, beside])
+    async def body(ctx: AsyncFlowContext) -> bool:
+        await ctx.run(add)
+        mine = await User.objects.filter(username=ctx.execution_id).acount()
+        return mine == 1 and await ctx.run(count) >= 1 and await ctx.run(beside) >= 1
+
+    started = [body.start() for _ in range(5)]
+    assert site.run(*started) == [Status.COMPLETED] * 5
+    assert all(handle.result() for handle in started)
+    assert not [name for name in ours() if name.startswith("loom-sync")]
+
+
+def test_what_a_body_holds_in_context_variables_is_its_own(site: Site) -> None:
+    """Bodies that interleave do not see each other's, nor the worker's own."""
+    tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default="nobody")
+
+    @tool
+    async def who(ctx: StepContext) -> str:
+        await asyncio.sleep(0.002)
+        return tenant.get()
+
+    @tool
+    def who_plain(ctx: StepContext) -> str:
+        return tenant.get()
+
+    @flow("s.context", steps=[who, who_plain])
+    async def body(ctx: AsyncFlowContext, mine: str) -> bool:
+        seen = [tenant.get()]
+        tenant.set(mine)
+        seen += [await ctx.run(who), await ctx.run(who_plain), tenant.get()]
+        return seen == ["nobody", mine, mine, mine]
+
+    started = [body.start(f"t{number}") for number in range(8)]
+    token = tenant.set("the worker")
+    try:
+        assert site.run(*started) == [Status.COMPLETED] * 8
+    finally:
+        tenant.reset(token)
+    assert all(handle.result() for handle in started)
+
+
+def test_a_drain_does_not_wait_for_a_retry_that_is_waited_for_in_process(site: Site) -> None:
+    """The body is handed back at once, with the count of its failures; the loop turns meanwhile."""
+    failed = threading.Event()
+
+    @tool(idempotent=True, retry=RetryPolicy(max_attempts=3, initial_interval=4.0))
+    async def fails(ctx: StepContext) -> None:
+        failed.set()
+        raise ValueError("not now")
+
+    @tool
+    async def fine(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.retries", steps=[fails])
+    async def retries(ctx: AsyncFlowContext) -> None:
+        await ctx.run(fails)
+
+    @flow("s.beside", steps=[fine])
+    async def beside(ctx: AsyncFlowContext) -> int:
+        return await ctx.run(fine)
+
+    waits = retries.start()
+    site.begin(waits)
+    assert failed.wait(PATIENCE)
+    other = beside.start()
+    site.begin(waits, other)
+    eventually(lambda: other.status == Status.COMPLETED)
+    site.worker.draining.set()
+    began = time.monotonic()
+    assert site.ended(waits) == [Status.RUNNING]
+    assert time.monotonic() - began < 3
+    assert site.world.engine.store.held(waits.id) is None
