@@ -13,12 +13,14 @@ import logging
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
+
+from django.db import Error
 
 from loom_django.compat import renew_connections
 from loom_django.engine import calls
@@ -217,8 +219,7 @@ class BodyLoop:
 def _line(frame: Any) -> str:
     if frame is None:
         return "an unknown line"
-    at = traceback.extract_stack(frame, limit=None)[-1]
-    return f"{at.filename}:{at.lineno}"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class _Executor(ThreadPoolExecutor):
@@ -226,7 +227,8 @@ class _Executor(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         def work() -> T:
-            renew_connections()
+            with suppress(Error):
+                renew_connections()
             return fn(*args, **kwargs)
 
         return super().submit(work)

@@ -245,7 +245,7 @@ class WorkerService:
         self, claim: Claimed, events: list[Event] | None = None, counted: _Counted = _Counted()
     ) -> None:
         with self._condition:
-            if not self._held and not self._threads and self._loop is None:
+            if not self._threads and self._loop is None:
                 self._shared.enter_context(self.engine.store.grouping())
             self._held[claim] = counted
             self.claimed += 1
