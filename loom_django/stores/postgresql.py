@@ -21,7 +21,7 @@ from django.db import Error, transaction
 
 from loom_django import compat
 from loom_django.errors import OpenTransactionError, StaleFenceError, StoreUnavailableError
-from loom_django.kernel.events import Event, Kind
+from loom_django.kernel.events import Kind
 from loom_django.stores.base import (
     APPEND_RETRIES,
     Acquired,
@@ -34,7 +34,7 @@ from loom_django.stores.base import (
 from loom_django.stores.postgresql_append import Parts, document, parts_of, text_of
 from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
-from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes, dumps
+from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes
 from loom_django.stores.statements import (
     ANSWERS,
     LANES,
@@ -334,12 +334,6 @@ class PostgresStore(SqlStore):
         return False
 
     # Logs and fences.
-
-    def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
-        logs: dict[str, list[Event]] = {}
-        for key, *row in self._run("read_short", {"ids": dumps(list(ids)), "limit": most + 1}) if ids else ():
-            logs.setdefault(key, []).append(self._event(key, *row))
-        return {key: log for key, log in logs.items() if len(log) <= most}
 
     def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired | Stale:
         """As the contract has it, in one round trip, or two in a caller's transaction."""

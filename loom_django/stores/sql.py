@@ -272,8 +272,10 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         return Event(execution_id, sequence, kind, body, fence, writer, is_kernel, self._time(recorded_at))
 
     def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
-        logs = {key: self.read(key, limit=most + 1) for key in ids}
-        return {key: log for key, log in logs.items() if 0 < len(log) <= most}
+        logs: dict[str, list[Event]] = {}
+        for key, *row in self._run("read_short", {"ids": dumps(list(ids)), "limit": most + 1}) if ids else ():
+            logs.setdefault(key, []).append(self._event(key, *row))
+        return {key: log for key, log in logs.items() if len(log) <= most}
 
     def load(self, execution_id: str, *, after: int = 0) -> Loaded:
         token, wakes = self._fence_row(execution_id)

@@ -30,6 +30,7 @@ from loom_django.stores.sql import (
     Row,
     SqlStore,
     chain_of_causes,
+    dumps,
     row_of,
     timer_row,
     timers_off,
@@ -235,6 +236,24 @@ OWN: Final = named(
         """,
     ),
     Statement(
+        "claim_all",
+        "Ready becomes held, for rows just seen to be ready.",
+        """
+        update loom_execution set
+            ready_at = null, lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
+        where id in ($list(ids))
+        """,
+    ),
+    Statement(
+        "read_short",
+        "The beginnings of several logs; sequences have no gaps.",
+        """
+        select execution_id, sequence, kind, $text(payload), fence, writer, is_kernel, $time(recorded_at)
+        from loom_event where execution_id in ($list(ids)) and sequence <= %(limit)s order by 1, 2
+        """,
+        repeatable=True,
+    ),
+    Statement(
         "renew",
         "All leases of a process at once.",
         """
@@ -263,6 +282,10 @@ OWN: Final = named(
         """,
     ),
 )
+
+
+# Runs a statement by its name, in an open transaction.
+_Send = Callable[[str, Mapping[str, Any]], list[Row]]
 
 
 class _Look(NamedTuple):
@@ -306,9 +329,7 @@ class SqliteStore(SqlStore):
 
     def _run(self, name: str, parameters: Mapping[str, Any]) -> list[Row]:
         prepared = self._prepared[name]
-        bound = {
-            key: _text(value) if isinstance(value, datetime) else value for key, value in parameters.items()
-        }
+        bound = _texts(parameters)
         if prepared.wants_now or prepared.seconds:
             now = parameters.get("now") or self.now()
             bound["now"] = _text(now)
@@ -333,6 +354,23 @@ class SqliteStore(SqlStore):
         with connection.wrap_database_errors:
             rows: list[Row] = list(connection.connection.execute(direct, parameters))
             return rows
+
+    def _sender(self) -> _Send:
+        """The shortest way of a statement to the file, for the transaction that has just begun: instants are text
+        already, and who watches is looked up once."""
+        connection, prepared = self.connection, self._prepared
+        if connection.queries_logged or connection.execute_wrappers:
+            return lambda name, bound: self._execute(
+                connection, prepared[name].direct, prepared[name].watched, bound
+            )
+        driver, wrap = connection.connection, connection.wrap_database_errors
+
+        def send(name: str, bound: Mapping[str, Any]) -> list[Row]:
+            with wrap:
+                rows: list[Row] = driver.execute(prepared[name].direct, bound).fetchall()
+                return rows
+
+        return send
 
     def _say(self, command: str) -> None:
         self._execute(self.connection, command, command, {})
@@ -398,10 +436,12 @@ class SqliteStore(SqlStore):
     # Appends.
 
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        def land() -> list[Exception | None]:
+            send = self._sender()
+            return [self._land_one(commit, send) for commit in commits]
+
         try:
-            return self._atomically(
-                lambda: [self._land_one(commit) for commit in commits], self._patience(commits)
-            )
+            return self._atomically(land, self._patience(commits))
         except StoreUnavailableError as error:
             return [error] * len(commits)
         except Exception as error:
@@ -410,71 +450,17 @@ class SqliteStore(SqlStore):
                 return [self._land([commit])[0] for commit in commits]
             return [error]
 
-    def _land_one(self, commit: Commit) -> Exception | None:
+    def _land_one(self, commit: Commit, send: _Send) -> Exception | None:
         """Look, then write; under the write lock nothing can come between."""
         members = (commit, *commit.also)
-        looks = [self._look(member) for member in members]
+        looks = [_look(member, send) for member in members]
         for member, look in zip(members, looks, strict=True):
             if self._in_the_way(member, look.token, look.wakes, look.last) is not None:
                 return self._refusal(commit)
         now = self.now()
         for member, look in zip(members, looks, strict=True):
-            self._write(member, look, now)
+            _write(member, look, now, send)
         return None
-
-    def _look(self, commit: Commit) -> _Look:
-        key = commit.execution_id
-        return _Look(*self._run("look", {"id": key, "wakes_of": commit.wakes_of or key})[0])
-
-    def _write(self, commit: Commit, look: _Look, now: datetime) -> None:
-        key = commit.execution_id
-        if commit.new is not None and look.token:
-            self._run("move_fence", {"id": key})
-        if commit.parks:
-            for row in {key, commit.wakes_of or key}:
-                self._run("ensure_fence", {"id": row})
-        for woken in commit.wake:
-            self._run("wake", {"id": woken})
-            self._run("owe_redrive", {"id": woken, "now": now})
-        for start in range(0, len(commit.events), EVENTS_AT_ONCE):
-            self._write_events(key, commit.events[start : start + EVENTS_AT_ONCE], now)
-        self._write_row(commit, look.status, now)
-        self._write_timers(commit)
-        for number in commit.messages:
-            self._run("take", {"number": number})
-
-    def _write_events(self, key: str, events: Sequence[Event], now: datetime) -> None:
-        names: dict[str, Any] = {"id": key, "now": now}
-        for place, event in enumerate(events):
-            names[f"sequence_{place}"] = event.sequence
-            names[f"kind_{place}"] = str(event.kind)
-            names[f"body_{place}"] = event.body
-            names[f"fence_{place}"] = event.fence
-            names[f"writer_{place}"] = event.writer
-            names[f"kernel_{place}"] = event.is_kernel
-        self._run(f"events_{len(events)}", names)
-
-    def _write_row(self, commit: Commit, status: str | None, now: datetime) -> None:
-        row = {"id": commit.execution_id, **row_of(commit)}
-        if commit.new is not None:
-            self._run("new_row", row | _owned(commit, now))
-        elif status is None:
-            lost = {**_LOST, "chain": commit.execution_id}
-            self._run("new_row", lost | row | _owned(commit, now))
-        elif commit.ownership.mode != "keep":
-            self._run("tell_and_own", row | _owned(commit, now))
-        else:
-            self._run("tell_more" if status == row["status"] else "tell", row)
-
-    def _write_timers(self, commit: Commit) -> None:
-        key = commit.execution_id
-        off = timers_off(commit)
-        if off is None:
-            self._run("delete_timers", {"id": key})
-        for wake_at in off or ():
-            self._run("drop_plain", {"id": key, "wake_at": wake_at})
-        for timer in commit.timers:
-            self._run("schedule", {"id": timer.execution_id, **timer_row(timer)})
 
     # The rest that SQLite does in its own way.
 
@@ -499,11 +485,9 @@ class SqliteStore(SqlStore):
                 if left <= 0:
                     break
                 lane = {**parameters, "queue": queue, "priority": priority, "limit": left}
-                claimed += [
-                    row[0]
-                    for row in self._run("head_of_lane", lane)
-                    if self._run("claim", {**parameters, "id": row[0]})
-                ]
+                claimed += [row[0] for row in self._run("head_of_lane", lane)]
+            if claimed:
+                self._run("claim_all", {**parameters, "ids": dumps(claimed)})
             return claimed
 
         return self._atomically(claim)
@@ -555,6 +539,65 @@ class SqliteStore(SqlStore):
             yield
 
 
+def _look(commit: Commit, send: _Send) -> _Look:
+    key = commit.execution_id
+    return _Look(*send("look", {"id": key, "wakes_of": commit.wakes_of or key})[0])
+
+
+def _write(commit: Commit, look: _Look, now: datetime, send: _Send) -> None:
+    key = commit.execution_id
+    if commit.new is not None and look.token:
+        send("move_fence", {"id": key})
+    if commit.parks:
+        for row in {key, commit.wakes_of or key}:
+            send("ensure_fence", {"id": row})
+    for woken in commit.wake:
+        send("wake", {"id": woken})
+        send("owe_redrive", {"id": woken, "now": _text(now)})
+    for start in range(0, len(commit.events), EVENTS_AT_ONCE):
+        _write_events(key, commit.events[start : start + EVENTS_AT_ONCE], now, send)
+    _write_row(commit, look.status, now, send)
+    _write_timers(commit, send)
+    for number in commit.messages:
+        send("take", {"number": number})
+
+
+def _write_events(key: str, events: Sequence[Event], now: datetime, send: _Send) -> None:
+    names: dict[str, Any] = {"id": key, "now": _text(now)}
+    for place, event in enumerate(events):
+        names[f"sequence_{place}"] = event.sequence
+        names[f"kind_{place}"] = str(event.kind)
+        names[f"body_{place}"] = event.body
+        names[f"fence_{place}"] = event.fence
+        names[f"writer_{place}"] = event.writer
+        names[f"kernel_{place}"] = event.is_kernel
+    send(f"events_{len(events)}", names)
+
+
+def _write_row(commit: Commit, status: str | None, now: datetime, send: _Send) -> None:
+    row = _texts({"id": commit.execution_id, **row_of(commit)})
+    if commit.new is not None:
+        send("new_row", row | _texts(_owned(commit, now)))
+    elif status is None:
+        lost = {**_LOST, "chain": commit.execution_id}
+        send("new_row", lost | row | _texts(_owned(commit, now)))
+    elif commit.ownership.mode != "keep":
+        send("tell_and_own", row | _texts(_owned(commit, now)))
+    else:
+        send("tell_more" if status == row["status"] else "tell", row)
+
+
+def _write_timers(commit: Commit, send: _Send) -> None:
+    key = commit.execution_id
+    off = timers_off(commit)
+    if off is None:
+        send("delete_timers", {"id": key})
+    for wake_at in off or ():
+        send("drop_plain", {"id": key, "wake_at": _text(wake_at)})
+    for timer in commit.timers:
+        send("schedule", _texts({"id": timer.execution_id, **timer_row(timer)}))
+
+
 # What stands in a row of a log that had lost it.
 _LOST: Final[Mapping[str, Any]] = {
     "queue": "default",
@@ -581,6 +624,10 @@ def _owned(commit: Commit, now: datetime) -> dict[str, Any]:
     elif own.mode == "keep" and commit.projection.status in (Status.PENDING, Status.RUNNING):
         row["ready_at"] = now  # of a lost row only: somebody is to run it
     return row
+
+
+def _texts(names: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _text(value) if isinstance(value, datetime) else value for key, value in names.items()}
 
 
 def _text(instant: datetime) -> str:

@@ -321,6 +321,16 @@ class EventStoreConformance(StoreConformance):
         assert len(read) == 2
         assert len({event.writer for event in read}) == 1
 
+    def test_a_commit_of_many_events_lands_whole(self) -> None:
+        """All of them stand in the log, in order and with their content."""
+        log = self.running()
+        commit = log.commit(*[Kind.STEP_STARTED, Kind.STEP_COMPLETED] * 10)
+        self.store.append(commit)
+        found = self.store.read(log.id, after=1)
+        assert [(e.sequence, e.kind, e.body, e.writer) for e in found] == [
+            (e.sequence, e.kind, e.body, e.writer) for e in commit.events
+        ]
+
     def test_what_is_not_consecutive_is_a_mistake(self) -> None:
         """A gap inside a commit, another's event, or a start that is not the first event is a ValueError."""
         log = self.running()
