@@ -151,11 +151,17 @@ def abandoned(bench: Bench, count: int) -> list[str]:
     return ids
 
 
-def recover(bench: Bench, ids: Sequence[str], level: int) -> None:
+def hand_on(bench: Bench, ids: Sequence[str], level: int) -> None:
+    """Have what is abandoned made ready again; nobody runs it."""
     bench.loom.dispatcher = WorkerDispatcher()
     with much_later(bench.store):
         while recover_abandoned(bench.loom, leases=bench.store, limit=100).recovered:
             pass
+
+
+def recover(bench: Bench, ids: Sequence[str], level: int) -> None:
+    hand_on(bench, ids, level)
+    with much_later(bench.store):
         drain(bench, ids, level)
 
 
@@ -205,6 +211,7 @@ WHOLES: Final = (
     Whole("start only", lambda bench, n: n, start_all, 320, (1,)),
     Whole("timers drained", due, wake, 320),
     Whole("recovery", abandoned, recover, 1000),
+    Whole("recovered, handed on", abandoned, hand_on, 1000, (1,)),
     Whole("replay of 1 000 steps", recorded, replay, 1_000, (1,), reads=True),
     Whole("replay of 10 000 steps", recorded, replay, 10_000, (1,), reads=True),
     Whole("children of one parent", fans, run_fan, 1_000),

@@ -3,13 +3,16 @@
 Who is dead is a fact about the cluster, not about the log: an expired lease says so, or the caller's own
 predicate. A takeover takes the expired lease by its token, reads the log again, fences the predecessor out, puts
 in doubt what must not run twice, and hands the execution on. One bad log stops nothing but itself.
+
+Where others run the bodies, all that a pass found goes through these in a statement each, and so one row that
+somebody holds is left for the next pass; what is out of the ordinary goes by itself.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
@@ -26,7 +29,8 @@ from loom_django.kernel.events import AUDIT, Event, Kind
 from loom_django.kernel.state import ON_DIVERGED, ON_POISONED, Status, Wait
 from loom_django.services import announce
 from loom_django.services.dispatch import Dispatcher, InlineDispatcher, TasksDispatcher, Ticket
-from loom_django.stores.base import NOBODY, READY, Acquired, Lease, LeaseStore, Loaded
+from loom_django.services.worker import SHORT
+from loom_django.stores.base import NOBODY, READY, Acquired, Lease, LeaseStore, Loaded, Look
 
 log = logging.getLogger("loom_django.recovery")
 
@@ -118,17 +122,30 @@ class _Pass:
     def all(
         self, found: Iterable[Lease], is_abandoned: Callable[[Lease], bool] | None, *, forced: bool
     ) -> None:
+        inline = isinstance(self.loom.dispatcher, InlineDispatcher)
+        together = self.fenced and self.counted and not forced and not inline
+        candidates = []
         for lease in found:
             self.scanned += 1
             if not forced and self.engine.keeper.keeps(lease.execution_id, lease.token):
                 continue  # this very process is at work on it; only the renewal is late
-            self._guarded(lease.execution_id, partial(self._judged, lease, is_abandoned, forced))
+            if not self._tried(lease.execution_id, partial(self._is_candidate, lease, is_abandoned)):
+                continue
+            if together:
+                candidates.append(lease)
+            else:
+                self._guarded(lease.execution_id, partial(self._lease, lease, forced))
+        if len(candidates) > 1:
+            self._together(candidates)
+        else:
+            for lease in candidates:
+                self._guarded(lease.execution_id, partial(self._lease, lease, forced))
 
-    def _judged(self, lease: Lease, is_abandoned: Callable[[Lease], bool] | None, forced: bool) -> bool:
+    def _is_candidate(self, lease: Lease, is_abandoned: Callable[[Lease], bool] | None) -> bool:
         if is_abandoned is not None and not is_abandoned(lease):
             return False
         self.candidates += 1
-        return self._lease(lease, forced)
+        return True
 
     def stale(self, leases: LeaseStore, *, grace: float, limit: int) -> None:
         """What has been ready too long.
@@ -148,9 +165,12 @@ class _Pass:
             self._guarded(lease.execution_id, partial(self._ready, lease.execution_id))
 
     def _guarded(self, execution_id: str, recover: Callable[[], bool]) -> None:
+        self.recovered += self._tried(execution_id, recover)
+
+    def _tried(self, execution_id: str, act: Callable[[], bool]) -> bool:
+        """What it says; False if it failed, which is noted, and stops nobody else."""
         try:
-            if recover():
-                self.recovered += 1
+            return act()
         except Exception as exc:
             if self.engine.store.is_connection_lost(exc):
                 raise
@@ -161,6 +181,77 @@ class _Pass:
                 exc_info=exc,
                 extra={"execution_id": execution_id},
             )
+            return False
+
+    def _together(self, leases: Sequence[Lease]) -> None:
+        """Take several over and have others go on with them."""
+        store, token = self.engine.store, random_token()
+        owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
+        taken = store.take_over_all(leases, owner=owner, token=token, ttl=ttl)
+        owners = {lease.execution_id: lease.owner for lease in leases if lease.execution_id in taken}
+        ordinary = self._fenced_out_together(list(owners), token)
+        go_on: dict[str, Journal] = {}
+        for execution_id, previous in owners.items():
+            if execution_id not in ordinary:
+                self._guarded(execution_id, partial(self._taken, execution_id, token, previous))
+                continue
+            journal, newest, count = ordinary[execution_id]
+            if count > self._max_recoveries(journal):
+                self._guarded(execution_id, partial(self._poisoned, journal, count, previous))
+            else:
+                self._announce(journal, newest, previous)
+                go_on[execution_id] = journal
+        released = store.release_all(list(go_on), token)
+        for execution_id, journal in go_on.items():
+            if execution_id in released:
+                self.recovered += 1
+                self.loom.dispatcher.dispatch(execution_id, Ticket(READY), None)
+            else:
+                self._guarded(execution_id, partial(self._hand_over, execution_id, token, journal))
+
+    def _fenced_out_together(self, ids: Sequence[str], token: int) -> dict[str, tuple[Journal, Event, int]]:
+        """Of those that this process holds, the ones that can go on as they are: their tokens are taken, and the
+        takeover is counted. Each with the newest event of its log, and the count.
+
+        The log is judged before the token is taken, and that is taken only while it ends there and the lease is
+        ours: so nobody has parked or answered it, and whoever comes later is refused.
+        """
+        store = self.engine.store
+        found: dict[str, tuple[Journal, Event]] = {}
+        looks = []
+        try:
+            for execution_id, events in store.read_short(ids, most=SHORT).items():
+                journal = self._ordinary(tuple(events))
+                if journal is not None:
+                    found[execution_id] = journal, events[-1]
+                    end, at = events[-1].sequence, progress(tuple(events))
+                    looks.append(Look(execution_id, end, lease=token, progress=at))
+            fences = store.acquire_fences_at(looks)
+        except Exception as exc:
+            if store.is_connection_lost(exc):
+                raise
+            log.debug("each is recovered by itself: %s", exc)
+            return {}
+        for execution_id, fence in fences.items():
+            found[execution_id][0].present(fence.fence)
+        return {key: (*found[key], fence.recoveries) for key, fence in fences.items()}
+
+    def _ordinary(self, events: tuple[Event, ...]) -> Journal | None:
+        """A log that a body may go on with; None for one to be looked at by itself, where its error is told."""
+        try:
+            journal = open_journal(self.engine, Loaded(events, 0, 0))
+            self._check_code(journal)
+        except Exception:
+            return None
+        to_run = journal.fold.status in (Status.PENDING, Status.RUNNING)
+        return journal if to_run and not open_doubts(journal.fold) else None
+
+    def _poisoned(self, journal: Journal, count: int, previous_owner: str) -> bool:
+        self._announce(journal, self._park(journal, count)[-1], previous_owner)
+        return True
+
+    def _announce(self, journal: Journal, newest: Event, previous_owner: str) -> None:
+        announce.execution_recovered(journal.fold.flow_id, journal.fold.version, newest, previous_owner)
 
     def _lease(self, lease: Lease, forced: bool) -> bool:
         store, token = self.engine.store, random_token()
@@ -191,10 +282,12 @@ class _Pass:
             if not store.is_connection_lost(exc):
                 store.release(execution_id, token, delay=refusal_delay(self.engine, execution_id, exc))
             raise
-        parked = self._park(journal, loaded)
+        count = 0
+        if self.counted:
+            count = store.count_recovery(execution_id, sequence=progress(loaded.events))
+        parked = self._park(journal, count)
         if previous_owner is not None and self.counted:
-            newest = (parked or loaded.events)[-1]
-            announce.execution_recovered(journal.fold.flow_id, journal.fold.version, newest, previous_owner)
+            self._announce(journal, (parked or loaded.events)[-1], previous_owner)
         return bool(parked) or self._hand_over(execution_id, token, journal)
 
     def _fenced_out(self, execution_id: str, token: int) -> Loaded | None:
@@ -227,12 +320,11 @@ class _Pass:
         if fold.unknown_kinds:
             raise InvalidInputError(f"its log holds kinds that this node does not know: {fold.unknown_kinds}")
 
-    def _park(self, journal: Journal, loaded: Loaded) -> tuple[Event, ...]:
-        """Park what a person must look at; return the events of that, none if a body may go on."""
-        sequence = progress(loaded.events)
-        count = (
-            self.engine.store.count_recovery(journal.execution_id, sequence=sequence) if self.counted else 0
-        )
+    def _park(self, journal: Journal, count: int) -> tuple[Event, ...]:
+        """Park what a person must look at; return the events of that, none if a body may go on.
+
+        ``count`` is how often it was taken over without progress.
+        """
         doubts = open_doubts(journal.fold)
         if doubts:
             record_park_in_doubt(journal, doubts, LOST_IN_DOUBT)

@@ -238,6 +238,30 @@ class Stale:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """A log as it was looked at, for a token that is to be taken only while it is still like that.
+
+    It ends at ``head``. ``fence`` is the token that must stand, None for any; ``lease`` the token of the lease under
+    which the execution must be held, None for whoever holds it. ``progress`` counts a takeover, as
+    :meth:`LeaseStore.count_recovery` does for that sequence; None counts nothing.
+    """
+
+    execution_id: str
+    head: int
+    fence: int | None = None
+    lease: int | None = None
+    progress: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A token that was taken for a :class:`Look`, and the takeovers that are counted by now."""
+
+    fence: int
+    recoveries: int
+
+
+@dataclass(frozen=True, slots=True)
 class ParkFences:
     """One batch of a walk over the executions that have parked.
 
@@ -428,6 +452,16 @@ class EventStore(Protocol):
             OpenTransactionError: in a caller's transaction whose snapshot is older than this call.
         """
 
+    def acquire_fences_at(self, looks: Sequence[Look]) -> dict[str, Taken]:
+        """Move the tokens of several executions, of each that is still as it was looked at; others are left out.
+
+        One atomic step for all, in order of id, as :meth:`acquire_fence_if` is for one. Not done again after a
+        lost connection: what it took then is a token that nobody uses.
+
+        Raises:
+            OpenTransactionError: in a caller's transaction whose snapshot is older than this call.
+        """
+
     def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:
         """See that unanswered parks have their fence rows: the next ``limit`` executions that ever parked.
 
@@ -542,6 +576,12 @@ class LeaseStore(Protocol):
         False if the token is not the holder's. A row whose ``ready_at`` lies ahead is not claimed before.
         """
 
+    def release_all(self, ids: Sequence[str], token: int) -> set[str]:
+        """Hand several back in one statement; return those that were the holder's of that token.
+
+        A row that somebody else has locked just then may be left out.
+        """
+
     def expired(self, *, limit: int) -> list[Lease]:
         """Leases that ended by the store's clock, oldest first."""
 
@@ -552,6 +592,12 @@ class LeaseStore(Protocol):
         """Take an expired lease by its token; False if it was renewed, released or taken meanwhile.
 
         With ``forced`` it may be alive, and renewed since; False only if it is another's by now.
+        """
+
+    def take_over_all(self, leases: Sequence[Lease], *, owner: str, token: int, ttl: float) -> set[str]:
+        """Take expired leases in one statement, each by its own token and end; return the ids that were taken.
+
+        A row that somebody else has locked just then may be left out.
         """
 
     def held(self, execution_id: str) -> Lease | None:

@@ -30,6 +30,7 @@ from loom_django.stores.base import (
     Known,
     Lease,
     Loaded,
+    Look,
     Message,
     NewExecution,
     Ownership,
@@ -39,6 +40,7 @@ from loom_django.stores.base import (
     ScheduleRow,
     SequenceOccupied,
     Stale,
+    Taken,
     TimerRow,
     Upcoming,
     WakesMoved,
@@ -263,6 +265,19 @@ class MemoryStore:
             if token != fence or self._answered(execution_id, park_seq) or len(log) < park_seq:
                 return Stale(token)
             return Acquired(self.acquire_fence(execution_id), len(log))
+
+    def acquire_fences_at(self, looks: Sequence[Look]) -> dict[str, Taken]:
+        with self._lock:
+            taken = {}
+            for look in looks:
+                key, row = look.execution_id, self._tables.rows.get(look.execution_id)
+                as_seen = len(self._tables.logs[key]) == look.head and look.fence in (None, self.fence(key))
+                if not as_seen or (look.lease is not None and (row is None or row.token != look.lease)):
+                    continue
+                if look.progress is not None:
+                    self.count_recovery(key, sequence=look.progress)
+                taken[key] = Taken(self.acquire_fence(key), self._fence_row(key).recoveries)
+            return taken
 
     def _answered(self, execution_id: str, since: int) -> bool:
         return any(
@@ -544,6 +559,10 @@ class MemoryStore:
             )
             return True
 
+    def release_all(self, ids: Sequence[str], token: int) -> set[str]:
+        with self._lock:
+            return {key for key in ids if self.release(key, token)}
+
     def expired(self, *, limit: int) -> list[Lease]:
         with self._lock:
             return [lease for lease in self._leases() if lease.until <= self.now()][:limit]
@@ -566,6 +585,14 @@ class MemoryStore:
             held = Ownership("held", owner=owner, token=token, ttl=ttl)
             self._put(lease.execution_id, _own(row, row.projection, held, self.now()))
             return True
+
+    def take_over_all(self, leases: Sequence[Lease], *, owner: str, token: int, ttl: float) -> set[str]:
+        with self._lock:
+            return {
+                lease.execution_id
+                for lease in leases
+                if self.take_over(lease, owner=owner, token=token, ttl=ttl)
+            }
 
     def held(self, execution_id: str) -> Lease | None:
         with self._lock:

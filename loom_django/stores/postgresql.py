@@ -67,6 +67,9 @@ WORDS: Final = {
     "is": "is not distinct from",
     "known": "json_each_text(cast(%(known)s as json))",
     "ids": "json_array_elements_text(cast(%(ids)s as json)) as ids(id)",
+    "leases": "json_to_recordset(cast(%(leases)s as json)) as l(id text, token bigint)",
+    "looks": "json_to_recordset(cast(%(looks)s as json)) as l("
+    "id text, head bigint, fence bigint, lease bigint, progress bigint)",
     "list": "select json_array_elements_text(cast(%({0})s as json))",
     "lock_free": "for no key update of {0} skip locked",
 }
@@ -150,7 +153,7 @@ OWN: Final = named(
         "so it is left out, and its lease is still ours for as long as the token says so.",
         """
         with leases as materialized (
-            select id, token from json_to_recordset(cast(%(leases)s as json)) as l(id text, token bigint)
+            select id, token from $leases
         ), free as materialized (
             select x.id from loom_execution x join leases l on l.id = x.id and l.token = x.lease_token
             order by x.id $lock_free(x)

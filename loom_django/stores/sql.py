@@ -36,6 +36,7 @@ from loom_django.stores.base import (
     Known,
     Lease,
     Loaded,
+    Look,
     Message,
     ParkFences,
     QueueClaim,
@@ -43,6 +44,7 @@ from loom_django.stores.base import (
     RowLocked,
     SequenceOccupied,
     Stale,
+    Taken,
     TimerRow,
     Upcoming,
     WakesMoved,
@@ -312,6 +314,17 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
                 raise _Unchanged
             found = Acquired(self.acquire_fence(execution_id), head)
         return found
+
+    def acquire_fences_at(self, looks: Sequence[Look]) -> dict[str, Taken]:
+        if not looks:
+            return {}
+        joined = compat.open_transaction(self.connection)
+        with self.transaction():
+            self._see_each_commit("acquire_fences_at", joined=joined)
+            # The locks in a statement of their own: what they have waited for is seen by the next one.
+            self._run("hold_fences", {"ids": dumps(sorted(look.execution_id for look in looks))})
+            rows = self._run("acquire_fences_at", {"looks": dumps([_look_row(look) for look in looks])})
+        return {execution_id: Taken(token, recoveries) for execution_id, token, recoveries in rows}
 
     def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:
         rows = self._run("parked_after", {"after": after, "limit": limit})
@@ -591,11 +604,15 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def renew(self, leases: Sequence[tuple[str, int]], *, ttl: float) -> set[str]:
         if not leases:
             return set()
-        pairs = dumps([{"id": execution_id, "token": token} for execution_id, token in leases])
-        return {row[0] for row in self._run("renew", {"leases": pairs, "ttl": ttl})}
+        return {row[0] for row in self._run("renew", {"leases": _pairs(leases), "ttl": ttl})}
 
     def release(self, execution_id: str, token: int, *, delay: float = 0.0) -> bool:
         return bool(self._run("release", {"id": execution_id, "token": token, "delay": delay}))
+
+    def release_all(self, ids: Sequence[str], token: int) -> set[str]:
+        if not ids:
+            return set()
+        return {row[0] for row in self._run("release_all", {"ids": dumps(list(ids)), "token": token})}
 
     def expired(self, *, limit: int) -> list[Lease]:
         return [self._lease(row) for row in self._run("expired", {"limit": limit})]
@@ -606,6 +623,13 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def take_over(self, lease: Lease, *, owner: str, token: int, ttl: float, forced: bool = False) -> bool:
         names = {"id": lease.execution_id, "seen": lease.token, "owner": owner, "token": token, "ttl": ttl}
         return bool(self._run("take_over", {**names, "forced": forced}))
+
+    def take_over_all(self, leases: Sequence[Lease], *, owner: str, token: int, ttl: float) -> set[str]:
+        if not leases:
+            return set()
+        seen = _pairs([(lease.execution_id, lease.token) for lease in leases])
+        names = {"leases": seen, "owner": owner, "token": token, "ttl": ttl}
+        return {row[0] for row in self._run("take_over_all", names)}
 
     def held(self, execution_id: str) -> Lease | None:
         rows = self._run("held", {"id": execution_id})
@@ -850,6 +874,21 @@ def timer_row(row: TimerRow) -> dict[str, Any]:
         "deadline": row.deadline,
         "not_before": later,
         "tries": row.tries,
+    }
+
+
+def _pairs(leases: Sequence[tuple[str, int]]) -> str:
+    """Leases by (execution id, token)."""
+    return dumps([{"id": execution_id, "token": token} for execution_id, token in leases])
+
+
+def _look_row(look: Look) -> dict[str, Any]:
+    return {
+        "id": look.execution_id,
+        "head": look.head,
+        "fence": look.fence,
+        "lease": look.lease,
+        "progress": look.progress,
     }
 
 

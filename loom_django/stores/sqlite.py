@@ -57,6 +57,11 @@ WORDS: Final = {
     "is": "is",
     "known": "json_each(%(known)s)",
     "ids": "(select value as id from json_each(%(ids)s)) as ids",
+    "leases": "(select json_extract(value, '$.id') as id, json_extract(value, '$.token') as token "
+    "from json_each(%(leases)s)) as l",
+    "looks": "(select json_extract(value, '$.id') as id, json_extract(value, '$.head') as head, "
+    "json_extract(value, '$.fence') as fence, json_extract(value, '$.lease') as lease, "
+    "json_extract(value, '$.progress') as progress from json_each(%(looks)s)) as l",
     "list": "select value from json_each(%({0})s)",
     "lock_free": "",
 }
@@ -258,11 +263,8 @@ OWN: Final = named(
         "All leases of a process at once.",
         """
         update loom_execution set lease_until = $later(ttl)
-        from (
-            select json_extract(value, '$.id') as id, json_extract(value, '$.token') as token
-            from json_each(%(leases)s)
-        ) ours
-        where loom_execution.id = ours.id and loom_execution.lease_token = ours.token
+        from $leases
+        where loom_execution.id = l.id and loom_execution.lease_token = l.token
         returning loom_execution.id
         """,
         repeatable=True,

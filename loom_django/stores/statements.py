@@ -174,6 +174,32 @@ SHARED: Final = named(
         """,
     ),
     Statement(
+        "hold_fences",
+        "As hold_fence, for several that are there, in order of id.",
+        """
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        select id, 0, 0, 0, 0 from $ids
+        where exists (select 1 from loom_event where execution_id = ids.id and sequence = 1) order by id
+        on conflict (execution_id) do update set token = loom_fence.token
+        """,
+    ),
+    Statement(
+        "acquire_fences_at",
+        "Under the locks: the tokens of those that are as they were looked at, with the count of takeovers.",
+        """
+        update loom_fence set
+            token = loom_fence.token + 1,
+            recoveries = case when l.progress is null then loom_fence.recoveries
+                when loom_fence.recovered_sequence = l.progress then loom_fence.recoveries + 1 else 1 end,
+            recovered_sequence = coalesce(l.progress, loom_fence.recovered_sequence)
+        from $looks
+        where loom_fence.execution_id = l.id and (l.fence is null or loom_fence.token = l.fence)
+        and l.head = (select max(sequence) from loom_event where execution_id = l.id)
+        and (l.lease is null or l.lease = (select lease_token from loom_execution where id = l.id))
+        returning loom_fence.execution_id, loom_fence.token, loom_fence.recoveries
+        """,
+    ),
+    Statement(
         "since_park",
         "Where the log ends, and if anything since a park has answered it.",
         f"""
@@ -371,6 +397,20 @@ SHARED: Final = named(
         """,
     ),
     Statement(
+        "release_all",
+        "Several become ready; a row that others have locked is left out, for each is locked in order of id.",
+        """
+        with free as materialized (
+            select x.id from loom_execution x join $ids on ids.id = x.id
+            where x.lease_token = %(token)s order by x.id $lock_free(x)
+        )
+        update loom_execution set
+            ready_at = $now, lease_owner = '', lease_token = null, lease_until = null
+        from free where loom_execution.id = free.id
+        returning loom_execution.id
+        """,
+    ),
+    Statement(
         "expired",
         "Who died, or was cut off, while holding an execution.",
         """
@@ -396,6 +436,20 @@ SHARED: Final = named(
             lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
         where id = %(id)s and lease_token = %(seen)s and (%(forced)s or lease_until <= $now)
         returning id
+        """,
+    ),
+    Statement(
+        "take_over_all",
+        "As take_over, each lease by its own token and end; rows that others are taking are left out.",
+        """
+        with free as materialized (
+            select x.id from loom_execution x join $leases on l.id = x.id and l.token = x.lease_token
+            where x.lease_until <= $now order by x.id $lock_free(x)
+        )
+        update loom_execution set
+            lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
+        from free where loom_execution.id = free.id
+        returning loom_execution.id
         """,
     ),
     Statement(
@@ -533,6 +587,6 @@ def dialect(statements: Iterable[Statement], words: Mapping[str, str]) -> dict[s
         return words[match[1]].format(pattern.sub(say, match[2] or ""))
 
     pattern = re.compile(
-        r"\$(now|later|at|time|text|is|lock_free|known|ids|list)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
+        r"\$(now|later|at|time|text|is|lock_free|known|ids|list|leases|looks)\b(?:\(((?:[^()]|\([^()]*\))*)\))?"
     )
     return {one.name: replace(one, sql=pattern.sub(say, " ".join(one.sql.split()))) for one in statements}

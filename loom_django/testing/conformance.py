@@ -40,6 +40,7 @@ from loom_django.stores.base import (
     Ended,
     Known,
     Lease,
+    Look,
     Message,
     NewExecution,
     Ownership,
@@ -49,6 +50,7 @@ from loom_django.stores.base import (
     SequenceOccupied,
     Stale,
     Store,
+    Taken,
     TimerRow,
     WakesMoved,
 )
@@ -1885,6 +1887,80 @@ class LeaseStoreConformance(StoreConformance):
         lease = self.store.held(log.id)
         assert lease is not None
         assert self.store.take_over(lease, owner="me", token=4, ttl=60) is False
+
+    def test_expired_leases_are_taken_over_together(self) -> None:
+        """Each by its own token and end; one that lives again, or is another's, is left to it."""
+        logs = [self.started(held_by("dead", number, 10)) for number in (3, 4, 5, 6)]
+        self.store.shift_clock(timedelta(seconds=11))
+        ours = {log.id: log for log in logs}
+        seen = [lease for lease in self.store.expired(limit=10_000) if lease.execution_id in ours]
+        renewed, taken = logs[1], logs[2]
+        assert self.store.renew([(renewed.id, 4)], ttl=60)
+        (other,) = (lease for lease in seen if lease.execution_id == taken.id)
+        assert self.store.take_over(other, owner="next", token=7, ttl=10)
+        self.store.shift_clock(timedelta(seconds=11))
+        free = {logs[0].id, logs[3].id}
+        assert self.store.take_over_all(seen, owner="me", token=9, ttl=60) == free
+        assert self.store.take_over_all(seen, owner="late", token=8, ttl=60) == set()
+        assert self.store.take_over_all([], owner="me", token=9, ttl=60) == set()
+        held = {key: lease.token for key in ours if (lease := self.store.held(key)) is not None}
+        assert held == {logs[0].id: 9, renewed.id: 4, taken.id: 7, logs[3].id: 9}
+
+    def test_eight_take_over_the_same_leases_and_each_has_one_taker(self) -> None:
+        """However they come between each other; what one had to leave out is there for its next look."""
+        ids = {self.started(held_by("dead", 3, 10)).id for _ in range(10)}
+        self.store.shift_clock(timedelta(seconds=11))
+        seen = [lease for lease in self.store.expired(limit=10_000) if lease.execution_id in ids]
+
+        def take(number: int) -> set[str]:
+            return self.store.take_over_all(seen, owner="me", token=10 + number, ttl=60)
+
+        takers = self.in_threads(8, take)
+        taken = [key for one in takers for key in one]
+        assert len(taken) == len(set(taken))
+        assert set(taken) | self.store.take_over_all(seen, owner="me", token=9, ttl=60) == ids
+
+    def test_several_are_handed_back_together(self) -> None:
+        """Those that the caller holds; the others keep their owner."""
+        mine, other = self.started(held_by("me", 3)), self.started(held_by("other", 4))
+        also, gone = self.started(held_by("me", 3)), self.log()
+        ids = [mine.id, other.id, also.id, gone.id]
+        assert self.store.release_all(ids, 3) == {mine.id, also.id}
+        assert self.store.release_all(ids, 3) == set()
+        assert self.store.release_all([], 3) == set()
+        assert self.claim(mine)
+        lease = self.store.held(other.id)
+        assert lease is not None
+        assert lease.token == 4
+
+    def test_tokens_are_taken_of_what_is_as_it_was_looked_at(self) -> None:
+        """The end of the log, the token and the holder; one that has moved keeps its token and its count."""
+        fit, longer, shorter, moved, other = (self.started(held_by("me", 3)) for _ in range(5))
+        self.store.append(longer.commit())
+        self.store.acquire_fence(moved.id)
+        assert self.store.release(other.id, 3)
+        looks = [
+            Look(fit.id, 1, fence=0, lease=3, progress=1),
+            Look(longer.id, 1, lease=3, progress=1),
+            Look(shorter.id, 2, lease=3, progress=1),
+            Look(moved.id, 1, fence=0, progress=1),
+            Look(other.id, 1, lease=3, progress=1),
+            Look(self.log().id, 1),
+        ]
+        assert self.store.acquire_fences_at(looks) == {fit.id: Taken(1, 1)}
+        tokens = [self.store.fence(log.id) for log in (fit, longer, shorter, moved, other)]
+        assert tokens == [1, 0, 0, 1, 0]
+        assert self.store.acquire_fences_at([Look(moved.id, 1, fence=1)]) == {moved.id: Taken(2, 0)}
+        assert self.store.acquire_fences_at([]) == {}
+
+    def test_takeovers_are_counted_with_their_tokens(self) -> None:
+        """As count_recovery does: while there is no progress the count goes up."""
+        log = self.started(held_by("me", 3))
+        look = Look(log.id, 1, lease=3, progress=1)
+        assert [self.store.acquire_fences_at([look])[log.id] for _ in range(2)] == [Taken(1, 1), Taken(2, 2)]
+        assert self.store.count_recovery(log.id, sequence=1) == 3
+        further = replace(look, progress=2)
+        assert self.store.acquire_fences_at([further]) == {log.id: Taken(3, 1)}
 
     def test_park_and_end_take_the_lease_off(self) -> None:
         """In the commit itself: there is no moment in between."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.test.utils import CaptureQueriesContext
 
 from loom_django import FlowContext, StepContext, flow, signals, tool
 from loom_django.engine.journal import Journal
@@ -17,9 +18,10 @@ from loom_django.errors import InvalidInputError, LoomError
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
-from loom_django.services.recovery import hand_back, recover_abandoned, recover_one
+from loom_django.services.recovery import _Pass, hand_back, recover_abandoned, recover_one
 from loom_django.services.worker import WorkerService
-from loom_django.stores.base import Lease
+from loom_django.stores.base import NOBODY, Lease
+from loom_django.stores.memory import MemoryStore
 from tests.engine.conftest import World
 
 PAST_THE_LEASE = timedelta(seconds=61)
@@ -666,3 +668,170 @@ def test_a_renewal_does_not_save_a_holder_that_was_judged(
 
     assert recover_abandoned(world.loom, is_abandoned=judge).recovered == 1
     assert world.loom.handle("n1").result() == "done"
+
+
+# Several at once, for others to run.
+
+
+class Died(BaseException):
+    """The process ended here."""
+
+
+def abandoned(world: World, count: int) -> list[str]:
+    """Executions that a worker had claimed before it died."""
+
+    @tool(idempotent=False)
+    def effect(ctx: StepContext) -> None: ...
+
+    @flow("r.together", steps=[effect])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(effect)
+
+    world.loom.dispatcher = WorkerDispatcher()
+    ids = [body.using(execution_id=f"t{number:02}").start().id for number in range(count)]
+    known = world.engine.known()
+    claims = world.engine.store.claim_ready(owner="dead", token=1, ttl=60, limit=count, known=known)
+    assert sorted(claim.execution_id for claim in claims) == ids
+    world.shift(PAST_THE_LEASE)
+    return ids
+
+
+def claimed(world: World) -> list[str]:
+    store, known = world.engine.store, world.engine.known()
+    return sorted(
+        one.execution_id for one in store.claim_ready(owner="w", token=2, ttl=60, limit=99, known=known)
+    )
+
+
+def begin_effect(world: World, execution_id: str, fence: int) -> None:
+    journal = open_journal(world.engine, world.engine.store.load(execution_id), fence=fence)
+    journal.record(Kind.STEP_STARTED, {"step": "effect", "tool": "effect", "idempotent": False})
+    journal.land()
+
+
+def test_what_is_out_of_the_ordinary_goes_by_itself(
+    world: World, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch one is in doubt, one poisoned, one of a flow that is gone, one long: each as it would be alone."""
+    monkeypatch.setattr("loom_django.services.recovery.SHORT", 2)
+    ids = abandoned(world, 6)
+    doubtful, poisoned, gone, long = ids[:4]
+    begin_effect(world, doubtful, fence=1)
+    for _ in range(20):
+        world.engine.store.count_recovery(poisoned, sequence=1)
+    journal = open_journal(world.engine, world.engine.store.load(long), fence=1)
+    for _ in range(3):
+        journal.record(Kind.EXECUTION_DENIED, {"act": "cancel", "principal": "p", "reason": None})
+    journal.land()
+    check = _Pass._check_code
+
+    def checked(run: Any, journal: Journal) -> None:
+        if journal.execution_id == gone:
+            raise InvalidInputError("no such flow")
+        check(run, journal)
+
+    monkeypatch.setattr(_Pass, "_check_code", checked)
+    told: list[str] = []
+    told_of = lambda sender, execution_id, previous_owner, **more: told.append(execution_id)  # noqa: E731
+    signals.execution_recovered.connect(told_of)
+    try:
+        summary = world.recover()
+    finally:
+        signals.execution_recovered.disconnect(told_of)
+    assert (summary.candidates, summary.recovered) == (6, 5)
+    assert [execution_id for execution_id, _ in summary.failures] == [gone]
+    assert sorted(told) == sorted(set(ids) - {gone})
+    waits = {key: [wait.on for wait in world.state(key).pending_waits] for key in (doubtful, poisoned)}
+    assert waits == {doubtful: ["EffectInDoubtResolved"], poisoned: ["__loom_poisoned__"]}
+    assert claimed(world) == [long, *ids[4:]]
+    assert world.engine.store.fence(ids[5]) == 3  # the first claim, the takeover, the second claim
+
+
+@pytest.mark.parametrize("call", ["read_short", "acquire_fences_at"])
+def test_a_holder_that_comes_back_is_not_fenced_out_by_a_batch(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It ends one of them between the takeover and the fences: that one is over, the other is handed on."""
+    late, other = abandoned(world, 2)
+
+    def end() -> None:
+        journal = open_journal(world.engine, world.engine.store.load(late), fence=1)
+        journal.record(Kind.EXECUTION_COMPLETED, {"output": None})
+        journal.land(ownership=NOBODY, timers_off=None)
+
+    assert not between(world, call, end, monkeypatch)
+    summary = world.recover()
+    assert (summary.candidates, summary.recovered, summary.failed) == (2, 1, 0)
+    assert world.engine.store.fence(late) == 1
+    assert claimed(world) == [other]
+
+
+def test_what_begins_an_effect_behind_the_look_is_put_in_doubt(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token is not taken on an old look: the log is read again, and its effect is a person's to judge."""
+    late, other = abandoned(world, 2)
+    between(world, "acquire_fences_at", lambda: begin_effect(world, late, fence=1), monkeypatch)
+    assert world.recover().recovered == 2
+    assert [wait.on for wait in world.state(late).pending_waits] == ["EffectInDoubtResolved"]
+    assert claimed(world) == [other]
+
+
+def test_two_passes_at_once_hand_each_on_once(world: World) -> None:
+    """Whatever each of them takes, the other leaves alone."""
+    ids = abandoned(world, 20)
+    begin, found = threading.Barrier(2), []
+
+    def recover() -> None:
+        begin.wait(20)
+        found.append(world.recover())
+        world.engine.store.close_connections()
+
+    threads = [threading.Thread(target=recover) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    found.append(world.recover())  # what one had locked, and the other had to leave
+    assert [one.failed for one in found] == [0, 0, 0]
+    assert sum(one.recovered for one in found) == 20
+    assert {world.engine.store.fence(key) for key in ids} == {2}
+    assert claimed(world) == ids
+
+
+@pytest.mark.parametrize("call", ["read_short", "acquire_fences_at", "release_all"])
+def test_a_pass_that_dies_leaves_them_to_the_next_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """At whatever call of the batch: under its lease nobody else takes them, after that all are handed on."""
+    ids = abandoned(world, 5)
+
+    def die() -> None:
+        raise Died
+
+    between(world, call, die, monkeypatch)
+    with pytest.raises(Died):
+        world.recover()
+    assert world.recover().candidates == 0
+    world.shift(PAST_THE_LEASE)
+    assert world.recover().recovered == 5
+    assert claimed(world) == ids
+
+
+def test_a_pass_asks_the_database_as_often_for_fifty_as_for_ten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A statement more for each would bound what is handed on by the way to the server and back."""
+    store: Any = world.engine.store
+    if isinstance(store, MemoryStore):
+        pytest.skip("it has no statements")
+    abandoned(world, 50)
+    counts = []
+    for limit in (10, 30):
+        with CaptureQueriesContext(store.connection) as asked:
+            assert world.recover(limit=limit).recovered == limit
+        sent = [query["sql"][:40] for query in asked.captured_queries]
+        if store.connection.vendor == "sqlite":  # a file is no way off: each log is read by itself
+            sent = [sql for sql in sent if not sql.startswith("select sequence")]
+        counts.append(sent)
+    assert len(counts[0]) == len(counts[1]) <= 12, counts
