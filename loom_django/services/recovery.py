@@ -4,8 +4,8 @@ Who is dead is a fact about the cluster, not about the log: an expired lease say
 predicate. A takeover takes the expired lease by its token, reads the log again, fences the predecessor out, puts
 in doubt what must not run twice, and hands the execution on. One bad log stops nothing but itself.
 
-Where others run the bodies, all that a pass found goes through these in a statement each, and so one row that
-somebody holds is left for the next pass; what is out of the ordinary goes by itself.
+Where others run the bodies, all that a pass found goes through these together, in a few statements; a row that
+somebody has locked is left for the next pass, and what is out of the ordinary goes by itself.
 """
 
 from __future__ import annotations

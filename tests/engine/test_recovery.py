@@ -709,9 +709,7 @@ def begin_effect(world: World, execution_id: str, fence: int) -> None:
     journal.land()
 
 
-def test_what_is_out_of_the_ordinary_goes_by_itself(
-    world: World, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_out_of_the_ordinary_goes_by_itself(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a batch one is in doubt, one poisoned, one of a flow that is gone, one long: each as it would be alone."""
     monkeypatch.setattr("loom_django.services.recovery.SHORT", 2)
     ids = abandoned(world, 6)
@@ -818,16 +816,14 @@ def test_a_pass_that_dies_leaves_them_to_the_next_one(
     assert claimed(world) == ids
 
 
-def test_a_pass_asks_the_database_as_often_for_fifty_as_for_ten(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_asks_the_database_as_often_for_forty_as_for_ten(world: World) -> None:
     """A statement more for each would bound what is handed on by the way to the server and back."""
     store: Any = world.engine.store
     if isinstance(store, MemoryStore):
         pytest.skip("it has no statements")
     abandoned(world, 50)
     counts = []
-    for limit in (10, 30):
+    for limit in (10, 40):
         with CaptureQueriesContext(store.connection) as asked:
             assert world.recover(limit=limit).recovered == limit
         sent = [query["sql"][:40] for query in asked.captured_queries]
