@@ -36,13 +36,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=7, help="pairs of runs (default: %(default)s)")
     parser.add_argument("--executions", type=int, default=240, help="in each run (default: %(default)s)")
     parser.add_argument("--case", action="append", metavar="NAME", help="default: all columns")
-    parser.add_argument("--columns-only", action="store_true", help="not what is done in one piece")
+    parser.add_argument(
+        "--columns-only", action="store_true", help="not what is done in one piece, nor by itself"
+    )
     parser.add_argument("--for-share", action="store_true", help="also with FOR SHARE in the append's lock")
     parser.add_argument("--against", type=Path, metavar="TREE", help="measure another checkout as well")
     parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
     parser.add_argument("--format", choices=("text", "json"), default="text")
     options = parser.parse_args(arguments)
-    options.backend = options.backend or list(backends.BACKENDS)
+    options.backend = options.backend or [name for name in backends.BACKENDS if name != "sqlite-normal"]
     options.levels = [int(level) for level in options.concurrency.split(",")]
     return options
 
@@ -81,30 +83,32 @@ def _measure(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         backends.configure(url, Path(folder))
         import loom_django
-        from benchmarks import fences
+        from benchmarks import columns, fences
         from benchmarks.frame import measure, paired, paired_cpu
+        from benchmarks.singles import SINGLES
+        from benchmarks.singles import measure as measure_singles
         from benchmarks.wholes import WHOLES
         from benchmarks.wholes import measure as measure_wholes
 
         if Path(loom_django.__file__).resolve().parent.parent != options.tree.resolve():
             raise SystemExit(f"{loom_django.__file__} would be measured, and not {options.tree}")
-        cases = [*fences.CASES, *(fences.FOR_SHARE if options.for_share else ())]
+        cases = [*columns.CASES, *(fences.FOR_SHARE if options.for_share else ())]
         if options.case:
             cases = [case for case in cases if case.name in options.case]
         chosen = [one for one in WHOLES if not options.case or one.name in options.case]
-        results, wholes = [], []
+        singles = [one for one in SINGLES if not options.case or one.name in options.case]
+        results, wholes, alone = [], [], []
         for backend in options.backend:
             bare = backends.Bare(backend)
             for level in options.levels:
-                if backend == "sqlite" and level > 8:
+                if backends.is_sqlite(backend) and level > 8:
                     continue  # writers with connections of their own starve each other there
                 results += measure(
                     backend, bare, cases, concurrency=level, runs=options.runs, executions=options.executions
                 )
             if not options.columns_only:
-                wholes += measure_wholes(
-                    backend, bare, chosen, levels=options.levels, runs=max(1, options.runs // 2)
-                )
+                wholes += measure_wholes(backend, bare, chosen, levels=options.levels, runs=options.runs)
+                alone += measure_singles(backend, singles)
         ratios = []
         for at in {(one.backend, one.concurrency): None for one in results}:
             by_name = {one.case: one for one in results if (one.backend, one.concurrency) == at}
@@ -127,6 +131,7 @@ def _measure(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
         "results": [one.told() for one in results],
         "ratios": ratios,
         "wholes": wholes,
+        "singles": alone,
     }
 
 
@@ -199,17 +204,42 @@ def _table(told: dict[str, Any]) -> str:
         ("compared", (*at, "case", "times", "spread", "times_cpu", "counts here", "counts there")),
         (
             "results",
-            (*at, "case", "per_second", "p50_ms", "cpu_us", "times_bare", "times_bare_cpu", *COUNTED),
+            (
+                *at,
+                "case",
+                "per_second",
+                "p50_ms",
+                "p99_ms",
+                "cpu_us",
+                "times_bare",
+                "times_bare_cpu",
+                *COUNTED,
+            ),
         ),
         ("ratios", (*at, "of", "to", "times", "times_cpu")),
         (
             "wholes",
-            (*at, "case", "pieces", "per_second", "seconds", "cpu_us", "times_bare", "times_bare_cpu"),
+            (
+                *at,
+                "case",
+                "pieces",
+                "per_second",
+                "seconds",
+                "cpu_us",
+                "times_bare",
+                "times_bare_cpu",
+                "runs",
+            ),
         ),
     ):
         if told.get(rows):
             lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
             lines += [f"| {' | '.join(_cell(one[column]) for column in columns)} |" for one in told[rows]]
+    for one in told.get("singles", ()):
+        figures = ", ".join(
+            f"{name} {_cell(value)}" for name, value in one.items() if name not in ("backend", "case")
+        )
+        lines += ["", f"{one['case']}, {one['backend']}: {figures}"]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-BACKENDS: Final = ("memory", "sqlite", "postgresql")
+BACKENDS: Final = ("memory", "sqlite", "sqlite-normal", "postgresql")
 
 # The appends of one execution: of each append the events, of each event kind and body.
 Appends = Sequence[Sequence[tuple[str, str]]]
@@ -39,18 +39,53 @@ def configure(postgres_url: str | None, folder: Path) -> None:
             "NAME": str(folder / "loom.sqlite3"),
             "OPTIONS": {"timeout": 30},
         },
+        "sqlite-normal": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": str(folder / "normal.sqlite3"),
+            "OPTIONS": {"timeout": 30, "init_command": "pragma synchronous = normal"},
+        },
     }
     if postgres_url is not None:
         databases["postgresql"] = environ.Env.db_url_config(postgres_url)
     settings.configure(
         DATABASES=databases,
-        INSTALLED_APPS=["django.contrib.auth", "django.contrib.contenttypes", "loom_django"],
+        DATABASE_ROUTERS=["benchmarks.backends.Router"],
+        INSTALLED_APPS=[
+            "django.contrib.admin",
+            "django.contrib.auth",
+            "django.contrib.contenttypes",
+            "django.contrib.messages",
+            "django.contrib.sessions",
+            "loom_django",
+        ],
+        ROOT_URLCONF="tests.urls",
+        STATIC_URL="static/",
+        TEMPLATES=[{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}],
         SECRET_KEY="benchmarks only",
         USE_TZ=True,
     )
     django.setup()
     for alias in databases:
         call_command("migrate", database=alias, verbosity=0)
+
+
+class Router:
+    """Which database Django's models are read from; the stores name theirs."""
+
+    alias: str | None = None
+
+    def db_for_read(self, model: Any, **hints: Any) -> str | None:
+        return self.alias
+
+
+@contextmanager
+def reading(alias: str) -> Iterator[None]:
+    """Models are read from the database of this alias meanwhile."""
+    Router.alias = alias
+    try:
+        yield
+    finally:
+        Router.alias = None
 
 
 @contextmanager
@@ -88,6 +123,10 @@ def django_connection(backend: str) -> Any:
     from django.db import connections
 
     return connections[_alias(backend)]
+
+
+def is_sqlite(backend: str) -> bool:
+    return backend.startswith("sqlite")
 
 
 def _alias(backend: str) -> str:
@@ -143,9 +182,10 @@ class Bare:
 
     def _connect(self) -> Any:
         settings = django_connection(self.backend).settings_dict
-        if self.backend == "sqlite":
+        if is_sqlite(self.backend):
             driver = sqlite3.connect(settings["NAME"], isolation_level=None, timeout=30)
             driver.execute("pragma journal_mode = wal")
+            driver.execute(settings["OPTIONS"].get("init_command", ""))
             return driver
         import psycopg
 
@@ -161,7 +201,7 @@ def about(backend: str) -> dict[str, str]:
     if backend == "memory":
         return {}
     with django_connection(backend).cursor() as cursor:
-        if backend == "sqlite":
+        if is_sqlite(backend):
             cursor.execute("pragma synchronous")
             return {"version": sqlite3.sqlite_version, "synchronous": str(cursor.fetchone()[0])}
         found = {}

@@ -45,16 +45,18 @@ class Case:
     work: Callable[[Bench, Any], str]
     prepare: Callable[[Bench], Any] = lambda bench: None
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    weight: int = 1  # so many times fewer executions in a run
 
 
 @dataclass
 class Timed:
-    """One run: executions per second, the median of their latencies in milliseconds, and what this process's
-    CPU spent on each, in microseconds: the figure that others on the machine move least."""
+    """One run: executions per second, the median of their latencies in milliseconds and what 99 of 100 stay below,
+    and what this process's CPU spent on each, in microseconds: the figure that others on the machine move least."""
 
     rate: float
     p50: float
     cpu_us: float
+    p99: float = 0.0
 
 
 @dataclass
@@ -75,6 +77,9 @@ class Result:
             "concurrency": self.concurrency,
             "per_second": median(run.rate for run in self.runs),
             "p50_ms": median(run.p50 for run in self.runs),
+            "p99_ms": median(run.p99 for run in self.runs),
+            "bare_p50_ms": median(run.p50 for run in self.bare),
+            "bare_p99_ms": median(run.p99 for run in self.bare),
             "cpu_us": median(run.cpu_us for run in self.runs),
             "bare_per_second": median(run.rate for run in self.bare),
             "times_bare": paired(self.runs, self.bare),
@@ -129,7 +134,9 @@ class Crew:
         spans = [future.result() for future in [self._pool.submit(serve) for _ in range(self.size)]]
         elapsed = max(end for _, end in spans) - min(began for began, _ in spans)
         spent = time.process_time() - spent
-        return Timed(len(items) / elapsed, median(latencies) * 1000, spent / len(items) * 1e6)
+        latencies.sort()
+        late = latencies[len(latencies) * 99 // 100] * 1000
+        return Timed(len(items) / elapsed, median(latencies) * 1000, spent / len(items) * 1e6, late)
 
     def close(self) -> None:
         from django.db import connections
@@ -164,7 +171,9 @@ def measure(
         for number in range(runs):
             for case in cases if number % 2 == 0 else cases[::-1]:
                 result = results[case.name]
-                beside, run = _pair(crew, bench, bare, case, result.counts, executions)
+                beside, run = _pair(
+                    crew, bench, bare, case, result.counts, max(concurrency, executions // case.weight)
+                )
                 result.bare.append(beside)
                 result.runs.append(run)
     return list(results.values())

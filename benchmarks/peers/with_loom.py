@@ -6,31 +6,63 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import backends
 
 
-def main(url: str, how: str, level: int, executions: int, count: int) -> None:
+def main(url: str, case: str, *numbers: str) -> None:
+    level, executions, count = map(int, numbers)
     with tempfile.TemporaryDirectory() as folder:
         backends.configure(url, Path(folder))
-        from benchmarks import fences, wholes
-        from benchmarks.frame import Bench, Crew
-        from loom_django.services.dispatch import InlineDispatcher
+        from benchmarks.frame import Bench
 
-        bench = Bench(backends.make_store("postgresql"))
-        order = fences.ORDER
-        if how == "worker":
-            wholes.drain(bench, wholes.ready(bench, wholes.steps, level, order, count), level)
-            ids = wholes.ready(bench, wholes.steps, executions, order, count)
-            told = wholes.timed(executions, lambda: wholes.drain(bench, ids, level))
-        else:
-            bench.loom.dispatcher = InlineDispatcher(bench.engine)
-            crew = Crew("postgresql", level)
-            crew.run(range(level), lambda _: bench.loom.start(wholes.steps, args=(order, count)))
-            told = crew.run(range(executions), lambda _: bench.loom.start(wholes.steps, args=(order, count)))
-            crew.close()
+        told = _run(Bench(backends.make_store("postgresql")), case, level, executions, count)
     print(json.dumps({"per_second": told.rate, "cpu_us": told.cpu_us}))
 
 
+def _run(bench: Any, case: str, level: int, executions: int, count: int) -> Any:
+    from benchmarks import fences, wholes
+    from benchmarks.frame import Crew
+
+    def whole(prepare: Any, work: Any, pieces: int) -> Any:
+        prepared = prepare(bench, pieces)
+        return wholes.timed(pieces, lambda: work(bench, prepared, level))
+
+    match case:
+        case "backlog":
+            whole(
+                lambda bench, n: wholes.ready(bench, wholes.steps, n, fences.ORDER, count),
+                wholes.drain,
+                level,
+            )
+            return whole(
+                lambda bench, n: wholes.ready(bench, wholes.steps, n, fences.ORDER, count),
+                wholes.drain,
+                executions,
+            )
+        case "recovery":
+            return whole(wholes.abandoned, wholes.recover, executions)
+        case "fan":
+            return whole(wholes.fans, wholes.run_fan, count)
+        case "replay":
+            return whole(wholes.recorded, wholes.replay, count)
+        case "park":
+
+            def work(_: int) -> object:
+                return fences.answer_if_parked(bench, fences.park(bench))
+
+        case _:
+
+            def work(_: int) -> object:
+                return bench.loom.start(wholes.steps, args=(fences.ORDER, count))
+
+    crew = Crew("postgresql", level)
+    crew.run(range(level), work)
+    told = crew.run(range(executions), work)
+    crew.close()
+    return told
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))
+    main(*sys.argv[1:])

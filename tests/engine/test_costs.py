@@ -6,13 +6,14 @@ The work is that of ``benchmarks/``; what it takes in time is told there.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from django.db import connection
 
-from benchmarks import fences, wholes
+from benchmarks import columns, fences, wholes
 from benchmarks.counts import Counts
 from benchmarks.frame import Bench, Case, shape
 from loom_django import FlowContext, StepContext, flow, tool
@@ -25,7 +26,7 @@ from loom_django.stores.memory import MemoryStore
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-CASES = {case.name: case for case in (*fences.CASES, *fences.FOR_SHARE)}
+CASES = {case.name: case for case in (*columns.CASES, *fences.FOR_SHARE)}
 
 # Events and durable commits are the engine's affair, the same over every store.
 SHAPES = {
@@ -37,6 +38,10 @@ SHAPES = {
     "resume alone, unfenced": (2, 2),  # the answer, the end
     "resume alone, acquire_fence": (2, 3),
     "resume alone, fence_if_parked_at": (2, 3),
+    "execution, 5 steps": (12, 7),  # two events and a commit more for each step
+    "execution, 20 steps": (42, 22),
+    "execution, 100 steps": (202, 102),
+    "execution, a transactional step": (4, 4),  # the marker goes ahead of the transaction
 }
 # Statements, round trips, and bytes sent at most: ids, tokens and times differ by a few digits.
 POSTGRESQL = {
@@ -48,6 +53,10 @@ POSTGRESQL = {
     "resume alone, unfenced": (4, 4, 2_200),
     "resume alone, acquire_fence": (5, 5, 2_250),
     "resume alone, fence_if_parked_at": (8, 5, 4_050),
+    "execution, 5 steps": (7, 7, 8_400),
+    "execution, 20 steps": (22, 22, 27_000),
+    "execution, 100 steps": (102, 102, 127_000),
+    "execution, a transactional step": (8, 8, 4_000),
 }
 # Statements, transactions' begin and commit among them.
 SQLITE = {
@@ -59,7 +68,31 @@ SQLITE = {
     "resume alone, unfenced": 13,
     "resume alone, acquire_fence": 14,
     "resume alone, fence_if_parked_at": 18,
+    "execution, 5 steps": 42,
+    "execution, 20 steps": 132,
+    "execution, 100 steps": 612,
+    "execution, a transactional step": 24,
 }
+# Bytes of those statements with their values, at most.
+SQLITE_BYTES = {
+    "execution, unfenced": 4_700,
+    "execution, fenced": 4_950,
+    "park/resume, unfenced": 7_900,
+    "park/resume, acquire_fence": 8_100,
+    "park/resume, fence_if_parked_at": 9_250,
+    "resume alone, unfenced": 3_000,
+    "resume alone, acquire_fence": 3_200,
+    "resume alone, fence_if_parked_at": 4_300,
+    "execution, 5 steps": 11_100,
+    "execution, 20 steps": 35_300,
+    "execution, 100 steps": 165_000,
+    "execution, a transactional step": 5_500,
+}
+
+
+FEW = 5
+# Calls of the store that are made for so many executions of one step, each with its start behind it.
+WORKER = {"claim_ready": FEW, "read_short": FEW, "append": 2 * FEW}
 
 
 def counted(case: Case, store: object) -> Counts:
@@ -81,10 +114,36 @@ def test_what_is_asked_of_the_database_is_counted(name: str) -> None:
     assert (counts.events, counts.commits) == SHAPES[name]
     if connection.vendor == "sqlite":
         assert counts.statements == SQLITE[name]
+        assert counts.sent_bytes <= SQLITE_BYTES[name]
     else:
         statements, trips, most_bytes = POSTGRESQL[name]
         assert (counts.statements, counts.round_trips) == (statements, trips)
         assert most_bytes * 0.9 < counts.sent_bytes <= most_bytes
+
+
+def test_what_a_worker_asks_of_the_store_is_counted() -> None:
+    """A worker of one body, handed one execution after the other: a claim, a read of its log, and two commits each."""
+    store: Any = store_for("default")
+    bench = Bench(store, keeper=NoKeeper())
+    ids = wholes.ready(bench, fences.one_step, FEW, fences.ORDER)
+    calls: list[str] = []
+    for name in ("append", "claim_ready", "read_short", "load", "status", "acquire_fence"):
+        setattr(store, name, _noting(calls, name, getattr(store, name)))
+    freed = threading.Semaphore(0)
+    worker = WorkerService(bench.engine, concurrency=1, on_free=freed.release)
+    for _ in ids:
+        worker.tick()
+        assert freed.acquire(timeout=60)
+    assert worker.drain(60)
+    assert Counter(calls) == WORKER
+
+
+def _noting(calls: list[str], name: str, call: Any) -> Any:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return call(*args, **kwargs)
+
+    return noting
 
 
 def test_a_fence_that_nobody_took_costs_nothing() -> None:
