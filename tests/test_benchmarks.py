@@ -19,7 +19,7 @@ from loom_django.stores.memory import MemoryStore
 
 EVERYTHING = {one.name: one for one in singles.SINGLES}
 # What each must not exceed, whatever the machine: bytes of a small record's execution, pages of a probe, statements.
-MOST = {"bytes_stored_each": 20_000, "poll_pages": 5, "statements": 8}
+MOST = {"bytes_stored_each": 15_000, "poll_pages": 5, "statements": 8}
 
 
 @pytest.mark.django_db(transaction=True)
@@ -28,7 +28,7 @@ def test_what_is_told_by_itself_is_measured(name: str, monkeypatch: pytest.Monke
     """A few of each: all figures are numbers, and those that are counted are no more than they were."""
     monkeypatch.setattr("benchmarks.singles.BODIES", 2)
     single = EVERYTHING[name]
-    told = single.measure(Bench(store_for("default"), keeper=NoKeeper()), 20)
+    told = single.measure(Bench(store_for("default"), keeper=NoKeeper()), 100)
     assert all(isinstance(value, int | float) for value in told.values())
     assert {key: value for key, value in told.items() if value > MOST.get(key, value)} == {}
     if name == "a poll of timers, none due" and connection.vendor == "postgresql":
@@ -38,7 +38,7 @@ def test_what_is_told_by_itself_is_measured(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", [name for name, one in EVERYTHING.items() if not one.databases])
 def test_what_needs_no_database_is_measured_in_memory(name: str) -> None:
     """The same without one."""
-    told = EVERYTHING[name].measure(Bench(MemoryStore(), keeper=NoKeeper()), 20)
+    told = EVERYTHING[name].measure(Bench(MemoryStore(), keeper=NoKeeper()), 100)
     assert all(value >= 0 or key.startswith("worker_bytes") for key, value in told.items())
 
 
