@@ -770,6 +770,7 @@ class Body:
         except WakesMoved:
             self.ask_store(lambda: self.journal.rebase(self.journal.kept[:-1]))
             return
+        self.engine.watch.remember(self.journal.fold, self.journal.writer)
         # Whatever was said meanwhile by others (misuse in another task): the park has landed, and is the end.
         self.sealed, self.misuse = Unwind(Why.PARKED), None
         raise self.sealed

@@ -1,33 +1,40 @@
 """Who still waits for children, told without its log: a thousand ends of one parent must not read it a thousand times.
 
-A look that found children alive remembers one of them for each wait. While the log ends where it did and those are
-alive, no wait is over, whoever else has ended. Which one is drawn at random: so of a thousand ends in whatever order
-about seven meet the one that was remembered. Nothing but speed hangs on it: what is not known is looked up.
+A park on children is remembered with those that may live. While the log ends where it did and each wait has one that
+lives, no wait is over, whoever else has ended. They are asked from the last one on, and one that has ended is asked
+no more: so all the looks of a park ask little more than once for each child. Nothing but speed hangs on it: what is
+not known is looked up.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from loom_django.kernel.events import Event
-from loom_django.kernel.state import ON_CHILD
+from loom_django.kernel.state import ON_CHILD, Status
 
 if TYPE_CHECKING:
     from loom_django.engine.core import Engine
     from loom_django.kernel.fold import Fold
+    from loom_django.stores.base import Head
 
-# Parents that are remembered, the latest ones.
+# Parents that are remembered, the latest ones; and how many children with them.
 MOST: Final = 1000
+MOST_CHILDREN: Final = 100_000
+
+# Of so many children it is asked at once whether they live, at most.
+ASKED: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    last: Event  # of the parent's log; another log of that id ends otherwise
-    alive: tuple[str, ...]  # a child of each wait
+    end: tuple[int, int]  # of the parent's log, by sequence and writer; another log of that id ends otherwise
+    waits: tuple[list[str], ...]  # for each wait the children that are not known to have ended
     wake_at: frozenset[int]
+    children: int
 
 
 class Watch:
@@ -35,39 +42,80 @@ class Watch:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._children = 0
         self._lock = threading.Lock()
 
-    def waits_on(self, engine: Engine, execution_id: str, *, at: int | None = None) -> bool:
-        """Tell that nothing of the park is over; False says nothing. With ``at``: nor does a wait end then."""
-        seen = self._seen.get(execution_id)
-        if seen is None or at in seen.wake_at:
+    def in_vain(self, engine: Engine, execution_id: str, *, at: Collection[int] = ()) -> bool:
+        """Tell that a look at its park would find nothing to do, nor a wait that ends ``at``; False says nothing.
+
+        An execution that is not parked will count the wakes at its next park, and look itself if one moved.
+        """
+        head = engine.store.head(execution_id)
+        if head is not None and head.status is Status.CONTINUED:
+            newest = engine.store.newest(execution_id)
+            execution_id = newest.id if newest is not None else execution_id
+            head = engine.store.head(execution_id)
+        if head is None or head.status is Status.CONTINUED:
             return False
-        store = engine.store
-        # The log first: a park that comes after this look counts the wakes itself.
-        same = store.read(execution_id, after=seen.last.sequence - 1, limit=2) == [seen.last]
-        if same and set(store.ended(seen.alive).values()) == {None}:
+        return head.status is not Status.SUSPENDED or self._none_over(engine, execution_id, head, at)
+
+    def waits_on(self, engine: Engine, execution_id: str) -> bool:
+        """Tell that it is parked, and nothing of the park is over; False says nothing."""
+        head = engine.store.head(execution_id)
+        return head is not None and self._none_over(engine, execution_id, head, ())
+
+    def _none_over(self, engine: Engine, execution_id: str, head: Head, at: Collection[int]) -> bool:
+        # The log was asked first: a park that comes after this look counts the wakes itself.
+        seen = self._seen.get(execution_id)
+        if seen is None or not seen.wake_at.isdisjoint(at):
+            return False
+        if seen.end == (head.sequence, head.writer) and all(self._lives(engine, wait) for wait in seen.waits):
             return True
         with self._lock:
-            self._seen.pop(execution_id, None)
+            if self._seen.get(execution_id) is seen:
+                self._forget(execution_id)
         return False
 
-    def remember(self, engine: Engine, fold: Fold) -> None:
-        """Note a park that was looked at and is not over, if it is on children and each of its waits is on all."""
+    def _lives(self, engine: Engine, children: list[str]) -> bool:
+        """Tell if one of them lives; those that have ended go from the list's end."""
+        size = 1
+        while asked := children[-size:]:
+            ends = engine.store.ended(asked)
+            living = {child for child, end in ends.items() if end is None}
+            with self._lock:
+                while children and children[-1] in asked and children[-1] not in living:
+                    children.pop()
+            if living:
+                return True
+            size = min(size * 4, ASKED)
+        return False
+
+    def remember(self, fold: Fold, writer: int) -> None:
+        """Note a park whose last event is that writer's, if it is on children and each of its waits is on all."""
         waits = fold.pending_waits()
         if not waits or any(wait.on != ON_CHILD or wait.mode == "any" for wait in waits):
             return
-        alive = []
-        for wait in waits:
-            living = [child for child, end in engine.store.ended(wait.children).items() if end is None]
-            if not living:
-                return
-            alive.append(living[min(int(engine.draw() * len(living)), len(living) - 1)])
-        tail = engine.store.read(fold.execution_id, after=fold.last_sequence - 1, limit=1)
-        if not tail:
-            return
-        wake_at = frozenset(wait.wake_at for wait in waits if wait.wake_at is not None)
+        seen = _Seen(
+            (fold.last_sequence, writer),
+            tuple(list(wait.children) for wait in waits),
+            frozenset(wait.wake_at for wait in waits if wait.wake_at is not None),
+            sum(len(wait.children) for wait in waits),
+        )
         with self._lock:
-            self._seen[fold.execution_id] = _Seen(tail[0], tuple(alive), wake_at)
-            self._seen.move_to_end(fold.execution_id)
-            while len(self._seen) > MOST:
-                self._seen.popitem(last=False)
+            self._forget(fold.execution_id)
+            self._seen[fold.execution_id] = seen
+            self._children += seen.children
+            while len(self._seen) > MOST or self._children > MOST_CHILDREN:
+                self._forget(next(iter(self._seen)))
+
+    def remember_read(self, engine: Engine, fold: Fold) -> None:
+        """Note a park that was read, and looked at in vain."""
+        if any(wait.on == ON_CHILD for wait in fold.pending_waits()):
+            head = engine.store.head(fold.execution_id)
+            if head is not None and head.sequence == fold.last_sequence:
+                self.remember(fold, head.writer)
+
+    def _forget(self, execution_id: str) -> None:
+        seen = self._seen.pop(execution_id, None)
+        if seen is not None:
+            self._children -= seen.children

@@ -41,13 +41,13 @@ class ArrivalRedriver:
         self.dispatcher = dispatcher
 
     def redrive(self, execution_id: str) -> Told:
-        if self.engine.watch.waits_on(self.engine, execution_id):
+        if self.engine.watch.in_vain(self.engine, execution_id):
             return "noop"
         dispatcher = self.dispatcher()
         ticket = dispatcher.ticket()
         appended = answers.deliver(self.engine, execution_id, ticket.ownership)
         if not appended.events:
-            self.engine.watch.remember(self.engine, appended.journal.fold)
+            self.engine.watch.remember_read(self.engine, appended.journal.fold)
             return "noop"
         hand_on(self.engine, dispatcher, appended, ticket)
         return "done"

@@ -7,7 +7,7 @@ neither vanishes nor stands in the way of others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from loom_django.engine import answers
@@ -64,8 +64,10 @@ class TimerService:
         dues = self.engine.store.claim_due(
             limit=self.limit, hold=HOLD, known=self.engine.known(), redrive=bool(self.redrivers)
         )
-        for due in dues:
-            self._serve(due)
+        for alike in _by_execution(dues):
+            if len(alike) == 1 or not self._served_together(alike):
+                for due in alike:
+                    self._serve(due)
         return bool(dues)
 
     def serve_one(self, execution_id: str, flow_id: str, version: int) -> None:
@@ -75,6 +77,24 @@ class TimerService:
         for row in store.timers(execution_id):
             if row.wake_at <= now:
                 self._serve(Due(row, now, flow_id, version))
+
+    def _served_together(self, dues: Sequence[Due]) -> bool:
+        """Serve re-drive rows of one execution with one look, if nothing of its park is over; False leaves them."""
+        execution_id, store = dues[0].row.execution_id, self.engine.store
+        at = {to_micros(due.row.wake_at) for due in dues}
+        try:
+            if not self.engine.watch.in_vain(self.engine, execution_id, at=at):
+                return False
+            self._redrive(execution_id)
+        except StoreUnavailableError:
+            raise
+        except Exception as exc:
+            if store.is_connection_lost(exc):
+                raise
+            return False  # it is told of each row by itself
+        for due in dues:
+            store.retire(execution_id, due.row.wake_at, claimed=due.row)
+        return True
 
     def _serve(self, due: Due) -> None:
         try:
@@ -98,8 +118,8 @@ class TimerService:
             store.retire(row.execution_id, row.wake_at, claimed=row)
             return
         woken = False
-        if row.redrive is None or not self.engine.watch.waits_on(
-            self.engine, row.execution_id, at=to_micros(row.wake_at)
+        if row.redrive is None or not self.engine.watch.in_vain(
+            self.engine, row.execution_id, at=(to_micros(row.wake_at),)
         ):
             woken = self._wake(row)
         if row.redrive is not None and not woken:
@@ -161,3 +181,12 @@ class TimerService:
                 exc_info=exc,
                 extra={"execution_id": row.execution_id, "wake_at": row.wake_at.isoformat()},
             )
+
+
+def _by_execution(dues: Sequence[Due]) -> Iterable[list[Due]]:
+    """The re-drive rows of an execution together, every other row by itself."""
+    groups: dict[object, list[Due]] = {}
+    for number, due in enumerate(dues):
+        told_alike = due.row.redrive is not None and not due.row.deadline and due.flow_id
+        groups.setdefault(due.row.execution_id if told_alike else number, []).append(due)
+    return groups.values()

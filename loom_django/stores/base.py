@@ -223,6 +223,16 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Head:
+    """Where an execution stands, and the last event of its log: another log of that id ends otherwise."""
+
+    status: Status
+    parent_id: str | None
+    sequence: int
+    writer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Acquired:
     """A token that was taken, and the last sequence of the log as it stood then."""
 
@@ -425,6 +435,9 @@ class EventStore(Protocol):
 
     def status(self, execution_id: str) -> Status | None:
         """The status by the projection, without reading the log; None if there is no such execution."""
+
+    def head(self, execution_id: str) -> Head | None:
+        """Where an execution stands, without reading the log; None if there is no such execution."""
 
     def newest(self, execution_id: str) -> Ended | None:
         """The newest member of a chain, by the id of any member; None if there is no such execution.

@@ -27,6 +27,7 @@ from loom_django.stores.base import (
     Commit,
     Due,
     Ended,
+    Head,
     Known,
     Lease,
     Loaded,
@@ -239,6 +240,14 @@ class MemoryStore:
             row = self._tables.rows.get(execution_id)
             return row.projection.status if row else None
 
+    def head(self, execution_id: str) -> Head | None:
+        with self._lock:
+            row = self._tables.rows.get(execution_id)
+            if row is None:
+                return None
+            last = self._tables.logs[execution_id][-1]
+            return Head(row.projection.status, row.new.parent_id, last.sequence, last.writer)
+
     def newest(self, execution_id: str) -> Ended | None:
         with self._lock:
             row = self._tables.rows.get(execution_id)
@@ -309,8 +318,7 @@ class MemoryStore:
 
     def ended(self, ids: Sequence[str]) -> dict[str, Event | None]:
         with self._lock:
-            found = {key: row for key in ids if (row := self.newest(key)) is not None}
-            logs = {key: self._tables.logs[row.id] for key, row in found.items()}
+            logs = {key: self._tables.logs[self._newest_id(key)] for key in ids if key in self._tables.rows}
             return {
                 key: next((event for event in reversed(log) if event.kind in TERMINAL), None)
                 for key, log in logs.items()
@@ -363,6 +371,13 @@ class MemoryStore:
             if execution_id not in rows:
                 return []
             return self._members(self._ended_row(execution_id).chain)
+
+    def _newest_id(self, execution_id: str) -> str:
+        """Whoever goes on for an execution that is there: itself, unless it was continued."""
+        if self._tables.rows[execution_id].projection.status != Status.CONTINUED:
+            return execution_id
+        newest = self.newest(execution_id)
+        return newest.id if newest else execution_id
 
     def _members(self, chain: str) -> list[Ended]:
         """Oldest first."""

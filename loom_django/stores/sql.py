@@ -33,6 +33,7 @@ from loom_django.stores.base import (
     Commit,
     Due,
     Ended,
+    Head,
     Known,
     Lease,
     Loaded,
@@ -286,6 +287,10 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def status(self, execution_id: str) -> Status | None:
         rows = self._run("status", {"id": execution_id})
         return Status(rows[0][0]) if rows else None
+
+    def head(self, execution_id: str) -> Head | None:
+        rows = self._run("head", {"id": execution_id})
+        return Head(Status(rows[0][0]), *rows[0][1:]) if rows else None
 
     def newest(self, execution_id: str) -> Ended | None:
         rows = self._run("newest", {"id": execution_id})

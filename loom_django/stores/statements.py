@@ -141,6 +141,18 @@ SHARED: Final = named(
         repeatable=True,
     ),
     Statement(
+        "head",
+        "Whether a park is still the one that was looked at: no payload is read, however many children it names.",
+        """
+        select x.status, x.parent_id, e.sequence, e.writer from loom_execution x
+        join loom_event e on e.execution_id = x.id and e.sequence = (
+            select max(last.sequence) from loom_event last where last.execution_id = x.id
+        )
+        where x.id = %(id)s
+        """,
+        repeatable=True,
+    ),
+    Statement(
         "newest",
         "The newest member of a chain, by the id of any of them: a probe for each of three rows.",
         f"""

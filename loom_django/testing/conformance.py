@@ -38,6 +38,7 @@ from loom_django.stores.base import (
     Claimed,
     Commit,
     Ended,
+    Head,
     Known,
     Lease,
     Look,
@@ -367,6 +368,26 @@ class EventStoreConformance(StoreConformance):
             self.store.append(commit)
             seen.append(self.store.status(log.id))
         assert seen == [Status.PENDING, Status.RUNNING, Status.SUSPENDED, Status.RUNNING, Status.COMPLETED]
+
+    def test_the_head_is_known_without_the_log(self) -> None:
+        """head tells the status, the parent and the last event's place and writer; None for what is not there."""
+        parent = self.running()
+        log = self.log()
+        assert self.store.head(log.id) is None
+        commits = (
+            log.start(held_by(), parent_id=parent.id),
+            log.commit(),
+            log.park(),
+            log.answer(),
+            log.end(),
+        )
+        for commit in commits:
+            self.store.append(commit)
+            last, status = commit.events[-1], commit.projection.status
+            assert self.store.head(log.id) == Head(status, parent.id, last.sequence, last.writer)
+        alone = self.store.head(parent.id)
+        assert alone is not None
+        assert alone.parent_id is None
 
     # The writer tells a lost acknowledgement from a rival.
 

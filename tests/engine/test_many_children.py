@@ -19,6 +19,7 @@ from tests.engine.conftest import World
 
 # A thousand when this was written.
 CHILDREN: Final = 100
+HALF: Final = CHILDREN // 2
 
 # Rows that are read, and calls to the store, for each end at most. To look at all of them at each end is 200 and more.
 ROWS: Final = 60
@@ -108,7 +109,55 @@ def test_an_end_costs_as_much_among_many_as_among_few(world: World, counted: Cou
     rows, calls = ends
     read = rows["load"] + rows["read"] + rows["ended"]
     assert read < ROWS * CHILDREN, rows
-    assert calls["load"] + calls["read"] + calls["ended"] + calls["append"] < CALLS * CHILDREN, calls
+    assert (
+        calls["head"] + calls["load"] + calls["read"] + calls["ended"] + calls["append"] < CALLS * CHILDREN
+    ), calls
+
+
+def test_ends_are_seen_to_be_in_vain_without_the_parents_log(world: World, counted: Counted) -> None:
+    """While the parent starts its children, and while it is parked: its log is read for the last end alone.
+
+    The re-drive rows that a batch of ends leaves are served with one look.
+    """
+
+    early = [f"p/m.number#{number + 1}" for number in range(HALF)]  # they end before the parent parks
+
+    @flow("m.number")
+    def child(ctx: FlowContext, number: int) -> int:
+        return number
+
+    @flow("m.fans")
+    def parent(ctx: FlowContext) -> int:
+        children = [ctx.start_child(child, number) for number in range(CHILDREN)]
+        while early:
+            run(world, early.pop())
+        return sum(ctx.await_children(children))
+
+    timers = TimerService(world.engine, lambda: world.loom.dispatcher)
+    parent.using(execution_id="p").start()
+    before = counted.calls["load"]
+    run(world, "p")
+    assert counted.calls["load"] - before == HALF + 1  # what each body reads of its own log
+
+    counted.clear()
+    for number in range(HALF, CHILDREN - 1):
+        run(world, f"p/m.number#{number + 1}")
+    assert counted.calls["load"] == CHILDREN - 1 - HALF
+    # A look asks where the parent stands, and for one child that lives; whether it has a parent itself is asked too.
+    assert counted.calls["head"] == 2 * (CHILDREN - 1 - HALF)
+    assert counted.calls["ended"] == counted.rows["ended"] == CHILDREN - 1 - HALF
+
+    counted.clear()
+    while timers.tick():
+        pass
+    batches = counted.calls["claim_due"]
+    assert counted.calls["retire"] == CHILDREN - 1
+    assert counted.calls["head"] <= 3 * batches
+    assert counted.calls["load"] == 0
+
+    run(world, f"p/m.number#{CHILDREN}")
+    run(world, "p")
+    assert world.loom.handle("p").result() == sum(range(CHILDREN))
 
 
 def run(world: World, execution_id: str) -> None:
