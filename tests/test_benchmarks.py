@@ -10,7 +10,7 @@ import pytest
 from django.db import connection
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import page, profile, singles
+from benchmarks import page, profile, singles, wholes
 from benchmarks.frame import Bench
 from benchmarks.peers import __main__ as peers
 from loom_django.engine.core import NoKeeper
@@ -40,6 +40,14 @@ def test_what_needs_no_database_is_measured_in_memory(name: str) -> None:
     """The same without one."""
     told = EVERYTHING[name].measure(Bench(MemoryStore(), keeper=NoKeeper()), 100)
     assert all(value >= 0 or key.startswith("worker_bytes") for key, value in told.items())
+
+
+@pytest.mark.parametrize("whole", wholes.WHOLES, ids=lambda whole: whole.name)
+def test_each_whole_has_a_bare_loop_beside_it(whole: wholes.Whole) -> None:
+    """None writes nothing: there is a ratio for each."""
+    shape = wholes.shape_of(Bench(MemoryStore(), keeper=NoKeeper()), whole, 2)
+    assert shape
+    assert all(shape)
 
 
 def test_a_profile_says_where_the_time_goes() -> None:
