@@ -103,6 +103,7 @@ def _measure(options: argparse.Namespace, url: str | None) -> dict[str, Any]:
             for level in options.levels:
                 if backends.is_sqlite(backend) and level > 8:
                     continue  # writers with connections of their own starve each other there
+                backends.say(backend, level, "columns")
                 results += measure(
                     backend, bare, cases, concurrency=level, runs=options.runs, executions=options.executions
                 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -209,6 +211,11 @@ def about(backend: str) -> dict[str, str]:
             cursor.execute(f"show {name}")
             found[name] = cursor.fetchone()[0]
         return found
+
+
+def say(*what: object) -> None:
+    """What is measured now, for who waits for it."""
+    print(time.strftime("%H:%M:%S"), *what, file=sys.stderr, flush=True)
 
 
 def cpu() -> str:

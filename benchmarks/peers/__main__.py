@@ -127,6 +127,7 @@ def _measured(
 ) -> Iterator[dict[str, Any]]:
     executions = work.executions or max(work.level, options.executions // work.steps)
     runs: dict[str, list[dict[str, float]]] = {who: [] for who in commands}
+    backends.say(work.level, work.name)
     with ExitStack() as stack:
         databases = {who: stack.enter_context(backends.database_of_its_own(url)) for who in commands}
         for number in range(work.runs or options.runs):

@@ -80,11 +80,15 @@ def leave_behind(executions: int, before: int, after: int) -> None:
     os._exit(0)
 
 
-def recover() -> None:
+def recover(executions: int) -> None:
     """Launching takes up what a dead process of the same name left."""
     DBOS.launch()
-    while DBOS.list_workflows(status="PENDING", limit=1):
-        time.sleep(0.01)
+    while ended() < executions:
+        time.sleep(0.02)
+
+
+def ended() -> int:
+    return len(DBOS.list_workflows(status="SUCCESS", load_input=False, load_output=False))
 
 
 def main(url: str, case: str, *numbers: str) -> None:
@@ -102,7 +106,7 @@ def main(url: str, case: str, *numbers: str) -> None:
         }
     )
     if recovers:
-        timed(count if case == "replay" else executions, recover)
+        timed(count if case == "replay" else executions, lambda: recover(executions))
         os._exit(0)
     DBOS.launch()
     if os.environ.get(DIES):
