@@ -42,6 +42,7 @@ Rows = list[dict[str, Any]]
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.page", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="pairs of runs (default: %(default)s)")
+    parser.add_argument("--peer-runs", type=int, help="beside the peers (default: as many)")
     parser.add_argument("--executions", type=int, default=96, help="in each run (default: %(default)s)")
     parser.add_argument("--concurrency", default="1,8,64", help="default: %(default)s; inline SQLite up to 8")
     parser.add_argument("--case", action="append", metavar="NAME", help="default: everything of benchmarks")
@@ -81,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for key, found in _ours(options, url, ["sqlite-normal"], options.case or NORMAL).items():
                 told[key] = told[key] | found if isinstance(found, dict) else told[key] + found
         if not options.without_peers:
-            asked = [f"--runs={options.runs}", f"--executions={options.executions}"]
+            asked = [f"--runs={options.peer_runs or options.runs}", f"--executions={options.executions}"]
             asked += [f"--concurrency={options.concurrency}"]
             asked += [f"--python={options.python}"] if options.python else []
             asked += [f"--absurd-schema={options.absurd_schema}"] if options.absurd_schema else []
