@@ -77,7 +77,8 @@ _DECIDED: Final = (
     "attributes", "scheduled_at",
 )  # fmt: skip
 _OWNER: Final = ("ready_at", "lease_owner", "lease_token", "lease_until")
-# An update writes every index of a column that it names, changed or not. These the first event tells for good.
+# An update writes every index of a column that it names, changed or not. These the first event tells for good; an
+# execution that is moved to another flow is the exception, and told of by itself.
 _MOVES: Final = tuple(name for name in _TOLD if name not in ("flow_id", "created_at"))
 
 # Events in one statement.
@@ -100,14 +101,18 @@ def _events(count: int) -> Statement:
 OWN: Final = named(
     Statement(
         "look",
-        "What could stand in the way of a commit, and the status that the projection's row has, if it is there.",
+        "What could stand in the way of a commit, and what the projection's row says now, if it is there.",
         """
         select
             (select token from loom_fence where execution_id = %(id)s),
             (select wakes from loom_fence where execution_id = %(wakes_of)s),
             (select max(sequence) from loom_event where execution_id = %(id)s),
-            (select status from loom_execution where id = %(id)s)
+            x.status, x.flow_id
+        from (select 1) left join loom_execution x on x.id = %(id)s
         """,
+    ),
+    Statement(
+        "move", "To another flow.", "update loom_execution set flow_id = %(flow_id)s where id = %(id)s"
     ),
     *(_events(count) for count in range(1, EVENTS_AT_ONCE + 1)),
     Statement(
@@ -297,6 +302,7 @@ class _Look(NamedTuple):
     wakes: int | None
     last: int | None
     status: str | None
+    flow_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -558,7 +564,7 @@ def _write(commit: Commit, look: _Look, now: datetime, send: _Send) -> None:
         send("owe_redrive", {"id": woken, "now": _text(now)})
     for start in range(0, len(commit.events), EVENTS_AT_ONCE):
         _write_events(key, commit.events[start : start + EVENTS_AT_ONCE], now, send)
-    _write_row(commit, look.status, now, send)
+    _write_row(commit, look, now, send)
     _write_timers(commit, send)
     for number in commit.messages:
         send("take", {"number": number})
@@ -576,17 +582,19 @@ def _write_events(key: str, events: Sequence[Event], now: datetime, send: _Send)
     send(f"events_{len(events)}", names)
 
 
-def _write_row(commit: Commit, status: str | None, now: datetime, send: _Send) -> None:
+def _write_row(commit: Commit, look: _Look, now: datetime, send: _Send) -> None:
     row = _texts({"id": commit.execution_id, **row_of(commit)})
     if commit.new is not None:
         send("new_row", row | _texts(_owned(commit, now)))
-    elif status is None:
+    elif look.status is None:
         lost = {**_LOST, "chain": commit.execution_id}
         send("new_row", lost | row | _texts(_owned(commit, now)))
     elif commit.ownership.mode != "keep":
         send("tell_and_own", row | _texts(_owned(commit, now)))
     else:
-        send("tell_more" if status == row["status"] else "tell", row)
+        send("tell_more" if look.status == row["status"] else "tell", row)
+    if look.flow_id not in (None, row["flow_id"]):
+        send("move", row)
 
 
 def _write_timers(commit: Commit, send: _Send) -> None:
