@@ -52,6 +52,7 @@ class LoomSettings:
     MAX_RECOVERIES: int = 10
     HISTORY_WARN_EVENTS: int = 10_000
     HISTORY_MAX_EVENTS: int = 50_000
+    SNAPSHOT_EVENTS: int | None = 1_000
     READY_GRACE: float = 30.0
     MISFIRE_GRACE: float = 60.0
     QUEUES: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {DEFAULT_QUEUE: {}})
@@ -94,11 +95,12 @@ POSITIVE_INTS: Final = frozenset(
         "MAX_RECOVERIES",
         "HISTORY_WARN_EVENTS",
         "HISTORY_MAX_EVENTS",
+        "SNAPSHOT_EVENTS",
         "CONCURRENCY",
         "ASYNC_CONCURRENCY",
     }
 )
-OPTIONAL: Final = frozenset({"POLL_INTERVAL", "REDACT", "ARCHIVE_STORAGE"})
+OPTIONAL: Final = frozenset({"POLL_INTERVAL", "SNAPSHOT_EVENTS", "REDACT", "ARCHIVE_STORAGE"})
 # How a log can end. One that was continued goes with its chain, if not by an age of its own before.
 ENDS: Final = ("COMPLETED", "CANCELLED", "FAILED", "CONTINUED")
 QUEUE_KEYS: Final = tuple(item.name for item in fields(Queue))

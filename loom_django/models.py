@@ -378,6 +378,33 @@ class Queue(ReadOnlyModel):
         return self.name
 
 
+class Snapshot(ReadOnlyModel):
+    """The fold of a long log at one of its events, kept so that a resume reads only what came after.
+
+    It may go at any time: what is not there, or does not fit, is read from the log. ``format`` tells the code that
+    wrote it, ``seal`` binds it to the log.
+    """
+
+    written_by = "the engine"
+
+    pk = models.CompositePrimaryKey("execution_id", "format")
+    execution_id = IdField(_("execution id"))
+    format = models.CharField(_("format"), max_length=64)
+    sequence = models.BigIntegerField(_("sequence"))
+    seal = models.CharField(_("seal"), max_length=64)
+    body = models.TextField(_("state"))
+    taken_at = models.DateTimeField(_("taken"), db_default=Now())
+
+    class Meta:
+        db_table = "loom_snapshot"
+        verbose_name = _("snapshot")
+        verbose_name_plural = _("snapshots")
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.execution_id} {self.sequence}"
+
+
 class Marker(ReadOnlyModel):
     """How far a piece of work has come that is done once for all rows, such as a backfill."""
 

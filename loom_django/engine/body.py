@@ -25,7 +25,7 @@ from uuid import UUID
 
 from loom_django.conf import LoomSettings
 from loom_django.definitions import Flow, Tool
-from loom_django.engine import kept, steps
+from loom_django.engine import kept, snapshots, steps
 from loom_django.engine.core import Engine, from_micros, to_micros
 from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts, with_open_doubts
 from loom_django.engine.drive import Driver, Enter, Invoke, Io, Outcome, Steps
@@ -771,6 +771,7 @@ class Body:
             self.ask_store(lambda: self.journal.rebase(self.journal.kept[:-1]))
             return
         self.engine.watch.remember(self.journal.fold, self.journal.writer)
+        snapshots.take(self.journal)
         # Whatever was said meanwhile by others (misuse in another task): the park has landed, and is the end.
         self.sealed, self.misuse = Unwind(Why.PARKED), None
         raise self.sealed

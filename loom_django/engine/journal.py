@@ -48,6 +48,8 @@ class Journal:
         self.writer = writer
         self.patience = 0.0  # an owner's appends are worth a wait as long as its lease
         self.kept: list[Event] = []
+        self.landed: Event | None = None  # the newest that this journal has made durable
+        self.snapshot = 0  # the sequence of the newest snapshot that is known of this log
         # What belongs to a kept fact and must land with it: messages taken, timer rows that have served.
         self._messages: list[int] = []
         self._timers_off: list[datetime] = []
@@ -142,6 +144,7 @@ class Journal:
                 if not pass_notes or attempt == PASSES or not self._pass_notes(commit.first_sequence):
                     raise
         landed = tuple(self.kept)
+        self.landed = landed[-1]
         self.kept.clear()
         self._messages.clear()
         self._timers_off.clear()

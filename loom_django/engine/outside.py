@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
+from loom_django.engine import snapshots
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import LOST, Journal
 from loom_django.errors import ExecutionNotFoundError, ResumeContendedError, StaleFenceError
@@ -56,15 +57,18 @@ Compose = Callable[[Journal], Landing | None]
 
 def open_journal(engine: Engine, loaded: Loaded, *, fence: int | None = None) -> Journal:
     """A journal over a log that was read, presenting the token that was read with it."""
-    fold = Fold()
-    for event in loaded.events:
+    fold = Fold(loaded.state)
+    for event in loaded.events if loaded.state is None else loaded.events[1:]:
         fold.apply(event)
     token = loaded.fence if fence is None else fence
-    return Journal(engine, fold, fence=token or None, writer=random_token())
+    journal = Journal(engine, fold, fence=token or None, writer=random_token())
+    if loaded.state is not None:
+        journal.snapshot = loaded.state.last_sequence
+    return journal
 
 
 def load_existing(engine: Engine, execution_id: str) -> Loaded:
-    """Read a log with its token.
+    """Read a whole log with its token.
 
     Raises:
         ExecutionNotFoundError: there is none of that id.
@@ -145,9 +149,13 @@ class _Answer:
             *before, last = self.loaded.events
             tail = self.engine.store.load(self.execution_id, after=last.sequence - 1)
             same = tail.events[:1] == (last,)
-            self.loaded = replace(tail, events=(*before, *tail.events)) if same else None
+            events = (*before, *tail.events)
+            whole = replace(self.loaded, events=events, fence=tail.fence, wakes=tail.wakes)
+            self.loaded = whole if same else None
         if self.loaded is None:
-            self.loaded = load_existing(self.engine, self.execution_id)
+            self.loaded = snapshots.load(self.engine, self.execution_id)
+            if not self.loaded.events:
+                raise ExecutionNotFoundError(self.execution_id)
         return open_journal(self.engine, self.loaded, fence=self.held or self.given)
 
     def _must_acquire(self) -> bool:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from loom_django.definitions import Flow
+from loom_django.engine import snapshots
 from loom_django.engine.body import Body
 from loom_django.engine.code import flow_for
 from loom_django.engine.compensation import compensated
@@ -85,7 +86,7 @@ def run_execution(
         engine,
         execution_id,
         token,
-        lambda: journal or open_journal(engine, engine.store.load(execution_id), fence=fence),
+        lambda: journal or open_journal(engine, snapshots.load(engine, execution_id), fence=fence),
         partial(_driver, engine, stop=stop),
     )
     if body is None:
@@ -315,6 +316,7 @@ def _hand_back(body: Body, token: int) -> None:
     try:
         body.journal.land()
         body.engine.store.release(body.execution_id, token)
+        snapshots.take(body.journal)
     except Exception as exc:
         log.warning(
             "an interrupted execution could not be handed back; its lease will run out",
@@ -327,9 +329,12 @@ def _finish(body: Body, write: Callable[[], Ended]) -> Ended:
     """Write an end; the store may still refuse it."""
     body.sealed = None
     try:
-        return write()
+        ended = write()
     except Unwind as unwind:
         return _unwound(body, 0, unwind)
+    if ended is Ended.FINISHED:
+        snapshots.forget(body.journal)
+    return ended
 
 
 def _complete(body: Body, value: Any) -> Ended:

@@ -9,9 +9,12 @@ from typing import Any
 
 from django.db import models
 
+from loom_django.engine import snapshots
 from loom_django.engine.core import Engine, from_micros
+from loom_django.kernel.events import Event
 from loom_django.kernel.fold import fold
 from loom_django.kernel.projection import Projection, project
+from loom_django.kernel.snapshot import FORMAT
 from loom_django.kernel.state import ExecutionState
 from loom_django.models import Execution
 from loom_django.stores.base import TimerRow
@@ -37,13 +40,15 @@ def verify(
         rows = rows.filter(pk=execution_id)
     for row in rows.iterator(chunk_size=200):
         try:
-            state = fold(engine.store.read(row.pk))
+            events = engine.store.read(row.pk)
+            state = fold(events)
         except Exception as exc:
             yield Problem(row.pk, f"its log cannot be folded: {exc}")
             continue
         yield from _row(row, state, alias, repair)
         yield from _chain(engine, state)
         yield from _waits(engine, state, repair)
+        yield from _snapshot(engine, row.pk, events, repair)
 
 
 def _row(row: Any, state: ExecutionState, alias: str, repair: bool) -> Iterator[Problem]:
@@ -53,6 +58,23 @@ def _row(row: Any, state: ExecutionState, alias: str, repair: bool) -> Iterator[
         yield Problem(row.pk, f"{name} is {getattr(row, name)!r}, the log says {value!r}", repairable=True)
     if wrong and repair:
         models.QuerySet(Execution).using(alias).filter(pk=row.pk).update(**wrong)
+
+
+def _snapshot(engine: Engine, execution_id: str, events: list[Event], repair: bool) -> Iterator[Problem]:
+    """A snapshot that this code would read holds what the log says up to there; those of other code it never reads."""
+    loaded = engine.store.load(execution_id, format=FORMAT)
+    if loaded.snapshot is None:
+        return
+    sequence = loaded.snapshot.sequence
+    if not events or sequence > events[-1].sequence:
+        return  # taken after the log was read
+    state = snapshots.state_of(loaded.snapshot, loaded)
+    if state is not None and state == fold(events[:sequence]):
+        return
+    what = "cannot be trusted, and is not read" if state is None else "says something else than the log"
+    yield Problem(execution_id, f"its snapshot at event {sequence} {what}", repairable=True)
+    if repair:
+        engine.store.drop_snapshots(execution_id)
 
 
 def columns(projection: Projection) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any, Final
 
 from loom_django.conf import DEFAULT_QUEUE, Queue
+from loom_django.engine import snapshots
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.drive import abandoned
 from loom_django.engine.journal import Journal
@@ -316,9 +317,10 @@ class WorkerService:
     def _journal(self, claim: Claimed, events: list[Event] | None) -> Journal:
         """The log of what was claimed, as it was read with others, or read by itself."""
         fence = claim.fence or None
-        loaded = (
-            Loaded(tuple(events), claim.fence, 0) if events else self.engine.store.load(claim.execution_id)
-        )
+        if events:
+            loaded = Loaded(tuple(events), claim.fence, 0)
+        else:
+            loaded = snapshots.load(self.engine, claim.execution_id)
         return open_journal(self.engine, loaded, fence=fence)
 
     def _let_go(self, claim: Claimed) -> None:

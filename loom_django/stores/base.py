@@ -4,7 +4,7 @@ One :class:`Commit` is everything that must land together: events, the projectio
 the ready mark, messages taken. A store lands all of it or nothing.
 
 Lock order, everywhere: **schedule rows, fence rows, events, execution rows, timer rows, message rows**; several
-rows of a kind in order of execution id. A claim starts at the execution row (SKIP LOCKED), commits, and takes its
+rows of a kind in order of execution id. A snapshot is written with no lock held, and goes last. A claim starts at the execution row (SKIP LOCKED), commits, and takes its
 fences in a second statement. A transactional tool's append takes the fence after the tool's own work.
 
 The fence row orders all who must not act on an old look: an append that answers, parks or ends, the acquires,
@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, Protocol
 
 from loom_django.kernel.events import ANSWERING, AUDIT, Event, Kind
 from loom_django.kernel.projection import Projection
-from loom_django.kernel.state import TERMINAL_STATUSES, Status
+from loom_django.kernel.state import TERMINAL_STATUSES, ExecutionState, Status
 
 # An append that met a serialization failure or a deadlock is sent again; nothing landed.
 APPEND_RETRIES: Final = 5
@@ -214,12 +214,29 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The fold of a log as it was behind one of its events; see :mod:`loom_django.kernel.snapshot`."""
+
+    execution_id: str
+    format: str
+    sequence: int
+    seal: str
+    body: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """A log with the token and the wakes that stood before it was read."""
+    """A log with the token and the wakes that stood before it was read.
+
+    With a ``snapshot`` the events begin with the one that this stands behind. ``state`` is what it holds, once
+    somebody has looked whether it fits.
+    """
 
     events: tuple[Event, ...]
     fence: int
     wakes: int
+    snapshot: Snapshot | None = None
+    state: ExecutionState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,8 +447,21 @@ class EventStore(Protocol):
     def read_short(self, ids: Sequence[str], *, most: int) -> dict[str, list[Event]]:
         """Several whole logs in one go, those with at most so many events; the others are left out."""
 
-    def load(self, execution_id: str, *, after: int = 0) -> Loaded:
-        """The log with token and wakes; those are read first, so a rival's move is refused, not missed."""
+    def load(self, execution_id: str, *, after: int = 0, format: str = "") -> Loaded:
+        """The log with token and wakes; those are read first, so a rival's move is refused, not missed.
+
+        With a ``format``, from the snapshot of that format on, read with the event that it stands behind; all of
+        the log if there is no such snapshot, or no such event. Whether it fits is for the caller to say.
+        """
+
+    def save_snapshot(self, snapshot: Snapshot, *, passed: int) -> None:
+        """Keep a snapshot in place of the one of its format; nothing, if the execution has ended or is gone.
+
+        Those of other formats go that stand behind no event after ``passed``.
+        """
+
+    def drop_snapshots(self, execution_id: str) -> None:
+        """Remove all snapshots of an execution; they are made anew."""
 
     def status(self, execution_id: str) -> Status | None:
         """The status by the projection, without reading the log; None if there is no such execution."""

@@ -40,6 +40,7 @@ from loom_django.stores.base import (
     QueueLimits,
     ScheduleRow,
     SequenceOccupied,
+    Snapshot,
     Stale,
     Taken,
     TimerRow,
@@ -92,6 +93,7 @@ class _Tables:
     taken: set[int] = field(default_factory=set)
     schedules: dict[str, ScheduleRow] = field(default_factory=dict)
     queues: dict[str, datetime] = field(default_factory=dict)  # what their rates have spent
+    snapshots: dict[str, dict[str, Snapshot]] = field(default_factory=dict)  # by execution and format
 
     def copy(self) -> _Tables:
         return _Tables(
@@ -103,6 +105,7 @@ class _Tables:
             set(self.taken),
             dict(self.schedules),
             dict(self.queues),
+            {key: dict(kept) for key, kept in self.snapshots.items()},
         )
 
 
@@ -230,10 +233,27 @@ class MemoryStore:
             logs = {key: self.read(key) for key in ids}
             return {key: log for key, log in logs.items() if 0 < len(log) <= most}
 
-    def load(self, execution_id: str, *, after: int = 0) -> Loaded:
+    def load(self, execution_id: str, *, after: int = 0, format: str = "") -> Loaded:
         with self._lock:
             fence = self._fence_row(execution_id)
-            return Loaded(tuple(self.read(execution_id, after=after)), fence.token, fence.wakes)
+            snapshot = self._tables.snapshots.get(execution_id, {}).get(format)
+            if snapshot is not None and snapshot.sequence > len(self._tables.logs.get(execution_id, ())):
+                snapshot = None
+            start = after if snapshot is None else snapshot.sequence - 1
+            return Loaded(tuple(self.read(execution_id, after=start)), fence.token, fence.wakes, snapshot)
+
+    def save_snapshot(self, snapshot: Snapshot, *, passed: int) -> None:
+        with self._lock:
+            row = self._tables.rows.get(snapshot.execution_id)
+            if row is None or row.projection.status in TERMINAL_STATUSES:
+                return
+            there = self._tables.snapshots.get(snapshot.execution_id, {})
+            left = {name: kept for name, kept in there.items() if kept.sequence > passed}
+            self._tables.snapshots[snapshot.execution_id] = {**left, snapshot.format: snapshot}
+
+    def drop_snapshots(self, execution_id: str) -> None:
+        with self._lock:
+            self._tables.snapshots.pop(execution_id, None)
 
     def status(self, execution_id: str) -> Status | None:
         with self._lock:
@@ -337,6 +357,7 @@ class MemoryStore:
             del tables.rows[execution_id]
             tables.logs.pop(execution_id, None)
             tables.timers.pop(execution_id, None)
+            tables.snapshots.pop(execution_id, None)
             chain = row.new.chain or execution_id
             if not any((other.new.chain or key) == chain for key, other in tables.rows.items()):
                 tables.inboxes.pop(chain, None)

@@ -44,6 +44,7 @@ from loom_django.stores.base import (
     QueueLimits,
     RowLocked,
     SequenceOccupied,
+    Snapshot,
     Stale,
     Taken,
     TimerRow,
@@ -280,9 +281,31 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
             logs.setdefault(key, []).append(self._event(key, *row))
         return {key: log for key, log in logs.items() if len(log) <= most}
 
-    def load(self, execution_id: str, *, after: int = 0) -> Loaded:
+    def load(self, execution_id: str, *, after: int = 0, format: str = "") -> Loaded:
         token, wakes = self._fence_row(execution_id)
-        return Loaded(tuple(self.read(execution_id, after=after)), token, wakes)
+        snapshot, events = self._behind_snapshot(execution_id, format) if format else (None, [])
+        if not events:  # none, or a snapshot beyond the end of the log
+            events = self.read(execution_id, after=after)
+        return Loaded(tuple(events), token, wakes, snapshot)
+
+    def _behind_snapshot(self, execution_id: str, format: str) -> tuple[Snapshot | None, list[Event]]:
+        rows = self._run("read_behind_snapshot", {"id": execution_id, "format": format})
+        if not rows:
+            return None, []
+        events = [self._event(execution_id, *row[:-2]) for row in rows]
+        *_, seal, body = rows[0]
+        snapshot = None if seal is None else Snapshot(execution_id, format, events[0].sequence, seal, body)
+        return snapshot, events
+
+    def save_snapshot(self, snapshot: Snapshot, *, passed: int) -> None:
+        key = snapshot.execution_id
+        values = {"sequence": snapshot.sequence, "seal": snapshot.seal, "body": snapshot.body}
+        with self.transaction():
+            self._run("save_snapshot", {"id": key, "format": snapshot.format, **values})
+            self._run("drop_passed_snapshots", {"id": key, "format": snapshot.format, "passed": passed})
+
+    def drop_snapshots(self, execution_id: str) -> None:
+        self._run("delete_snapshots", {"id": execution_id})
 
     def status(self, execution_id: str) -> Status | None:
         rows = self._run("status", {"id": execution_id})
@@ -446,7 +469,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
                 raise _Unchanged
             ids = {"id": execution_id, "chain": chain}
             for name in (
-                "delete_events", "delete_row", "delete_timers", "delete_inbox", "delete_fence"
+                "delete_events", "delete_row", "delete_timers", "delete_inbox", "delete_fence",
+                "delete_snapshots",
             ):  # fmt: skip
                 self._run(name, ids)
             return True

@@ -129,6 +129,44 @@ SHARED: Final = named(
         repeatable=True,
     ),
     Statement(
+        "read_behind_snapshot",
+        "A log from the event of its snapshot on, which comes with that event; without one, all of it.",
+        """
+        select e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel, $time(e.recorded_at), s.seal, s.body
+        from loom_event e left join loom_snapshot s
+            on s.execution_id = e.execution_id and s.format = %(format)s and s.sequence = e.sequence
+        where e.execution_id = %(id)s and e.sequence >= coalesce((
+            select sequence from loom_snapshot where execution_id = %(id)s and format = %(format)s
+        ), 1)
+        order by e.sequence
+        """,
+        repeatable=True,
+    ),
+    Statement(
+        "save_snapshot",
+        "In place of the one of its format, while the execution lives.",
+        f"""
+        insert into loom_snapshot (execution_id, format, sequence, seal, body, taken_at)
+        select x.id, %(format)s, %(sequence)s, %(seal)s, %(body)s, $now from loom_execution x
+        where x.id = %(id)s and x.status not in ({_TERMINAL})
+        on conflict (execution_id, format) do update set
+            sequence = excluded.sequence, seal = excluded.seal, body = excluded.body, taken_at = excluded.taken_at
+        """,
+    ),
+    Statement(
+        "drop_passed_snapshots",
+        "Those of other formats that are not newer than a sequence.",
+        """
+        delete from loom_snapshot
+        where execution_id = %(id)s and format <> %(format)s and sequence <= %(passed)s
+        """,
+    ),
+    Statement(
+        "delete_snapshots",
+        "All snapshots of an execution go.",
+        "delete from loom_snapshot where execution_id = %(id)s",
+    ),
+    Statement(
         "fence",
         "Token and wakes; no row says 0 and 0.",
         "select token, wakes from loom_fence where execution_id = %(id)s",

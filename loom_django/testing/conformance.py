@@ -49,6 +49,7 @@ from loom_django.stores.base import (
     QueueLimits,
     ScheduleRow,
     SequenceOccupied,
+    Snapshot,
     Stale,
     Store,
     Taken,
@@ -501,6 +502,62 @@ class EventStoreConformance(StoreConformance):
         assert (loaded.fence, loaded.wakes) == (1, 1)
         assert [event.sequence for event in loaded.events] == [1]
         assert self.store.load(log.id, after=1).events == ()
+
+    # Snapshots.
+
+    def _snapshot(self, log: Log, sequence: int, *, format: str = "mine", body: str = "{}") -> Snapshot:
+        return Snapshot(log.id, format, sequence, f"seal {body}", body)
+
+    def test_a_log_is_read_from_its_snapshot_on(self) -> None:
+        """The event that it stands behind comes with it; only the newest of a format is kept."""
+        log = self.parked()
+        self.store.append(log.answer())
+        whole = self.store.load(log.id)
+        assert self.store.load(log.id, format="mine") == whole
+        for sequence in (1, 2):
+            snapshot = self._snapshot(log, sequence, body='{"text": "\\u0000 ü"}')
+            self.store.save_snapshot(snapshot, passed=0)
+            loaded = self.store.load(log.id, format="mine")
+            assert loaded.snapshot == snapshot
+            assert loaded.events == whole.events[sequence - 1 :]
+            assert (loaded.fence, loaded.wakes) == (whole.fence, whole.wakes)
+        assert self.store.load(log.id) == whole
+        self.store.drop_snapshots(log.id)
+        assert self.store.load(log.id, format="mine") == whole
+
+    def test_a_snapshot_beyond_the_end_of_a_log_is_none(self) -> None:
+        """It is another log's; this one is read whole, if there is one."""
+        log = self.parked()
+        self.store.save_snapshot(self._snapshot(log, 7), passed=0)
+        assert self.store.load(log.id, format="mine") == self.store.load(log.id)
+        assert self.store.load(self.log().id, format="mine").events == ()
+
+    def test_snapshots_of_two_formats_stand_side_by_side(self) -> None:
+        """Each reads its own, until one of them is passed for the second time."""
+        log = self.parked()
+        for format in ("old", "new"):
+            self.store.save_snapshot(self._snapshot(log, 2, format=format), passed=0)
+        for format in ("old", "new"):
+            loaded = self.store.load(log.id, format=format)
+            assert loaded.snapshot == self._snapshot(log, 2, format=format)
+        self.store.append(log.answer())
+        self.store.save_snapshot(self._snapshot(log, 3, format="new"), passed=2)
+        assert self.store.load(log.id, format="old").snapshot is None
+        assert self.store.load(log.id, format="new").snapshot is not None
+
+    def test_a_snapshot_goes_with_its_execution(self) -> None:
+        """Deletion takes it along, and none is kept of what has ended or is not there."""
+        log = self.parked()
+        self.store.save_snapshot(self._snapshot(log, 1), passed=0)
+        self.store.append(log.end())
+        self.store.save_snapshot(self._snapshot(log, 2), passed=0)
+        loaded = self.store.load(log.id, format="mine")
+        assert loaded.snapshot == self._snapshot(log, 1)
+        self.store.delete_execution(log.id)
+        self.store.save_snapshot(self._snapshot(log, 1), passed=0)
+        again = self.log(name=log.id)
+        self.store.append(again.start())
+        assert self.store.load(log.id, format="mine").snapshot is None
 
     # Parks that other hands wrote.
 

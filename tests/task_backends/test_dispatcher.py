@@ -388,7 +388,7 @@ def test_the_engines_own_error_breaks_no_task_process(
 ):
     """It is logged; the lease runs out, and recovery goes on."""
     handle = gate.start()
-    monkeypatch.setattr(loom.store, "load", lambda execution_id: 1 / 0)
+    monkeypatch.setattr(loom.store, "load", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.ERROR, "loom_django.dispatch"):
         assert work(handle.id) == "broken-off"
     assert "ZeroDivisionError" in caplog.text
