@@ -49,13 +49,16 @@ def judge(registry: Registry, recorded: Recorded) -> Judged:
     versions = registry.versions(recorded.flow_id)
     if not versions:
         return Judged("flow", None)
-    nearest = versions.get(recorded.version) or versions[max(versions)]
+    own = versions.get(recorded.version)
+    if own is not None and own.has_structure(recorded.flow_hash):
+        return Judged("" if _same_code(own, recorded.code_hash) else "code", own)
+    nearest = own or versions[max(versions)]
     if recorded.version > max(versions):
         return Judged("version", nearest)
     matching = {number: flow for number, flow in versions.items() if flow.has_structure(recorded.flow_hash)}
     if not matching:
         return Judged("structure", nearest)
-    flow = matching.get(recorded.version) or matching[max(matching)]
+    flow = matching[max(matching)]
     return Judged("" if _same_code(flow, recorded.code_hash) else "code", flow)
 
 

@@ -14,14 +14,7 @@ from typing import Any, Final
 
 from loom_django.engine.core import Engine, from_micros
 from loom_django.errors import StaleFenceError
-from loom_django.kernel.events import (
-    KERNEL_KINDS,
-    TERMINAL,
-    Event,
-    Kind,
-    may_be_passed_by_owner,
-    pack,
-)
+from loom_django.kernel.events import TERMINAL, Event, Kind, may_be_passed_by_owner
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.projection import project
 from loom_django.kernel.state import Wait
@@ -65,15 +58,8 @@ class Journal:
     def record(self, kind: str, fields: Mapping[str, Any], *, execution_id: str | None = None) -> Event:
         """Fold a fact and keep it for the next append. ``at`` is added unless it is given."""
         stamped = fields if "at" in fields else {"at": self.stamp(), **fields}
-        event = Event(
-            execution_id=execution_id or self.execution_id,
-            sequence=self.fold.last_sequence + 1,
-            kind=str(kind),
-            body=pack(stamped),
-            fence=self.fence,
-            writer=self.writer,
-            is_kernel=kind in KERNEL_KINDS,
-        )
+        sequence = self.fold.last_sequence + 1
+        event = Event.of(execution_id or self.execution_id, sequence, kind, stamped, self.fence, self.writer)
         self.fold.apply(event)
         self.kept.append(event)
         return event

@@ -281,7 +281,7 @@ def row_of_start(options: Mapping[str, Any], chain: str) -> NewExecution:
         chain=chain,
         subject_type=subject[0],
         subject_id=subject[1],
-        attributes=json.dumps(options.get("attributes") or {}),
+        attributes=json.dumps(options["attributes"]) if options.get("attributes") else "{}",
         scheduled_at=_instant(options.get("scheduled_at")),
     )
 

@@ -197,7 +197,7 @@ def arguments_text(body: Body, step_id: str, args: tuple[Any, ...], kwargs: Mapp
         UnencodableValueError, PayloadTooLargeError: they cannot be recorded.
     """
     encoded_args = codec.dumps(list(args), path=f"{step_id}: args")
-    encoded_kwargs = codec.dumps(dict(kwargs), path=f"{step_id}: kwargs")
+    encoded_kwargs = codec.dumps(dict(kwargs), path=f"{step_id}: kwargs") if kwargs else "{}"
     text = f'{{"args":{encoded_args},"kwargs":{encoded_kwargs}}}'
     limit = body.settings.MAX_PAYLOAD_BYTES
     if len(text) > limit:

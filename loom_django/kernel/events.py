@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final, Literal
 
 from loom_django.kernel import codec
@@ -126,15 +127,30 @@ class Encoded(str):
 
 def pack(fields: Mapping[str, Any]) -> str:
     """Return the payload text: a JSON object in the order given, ASCII, ``None`` fields left out."""
-    texts = [f'"{name}":{_text(value)}' for name, value in fields.items() if value is not None]
-    return "{" + ",".join(texts) + "}"
+    return pack_and_parse(fields)[0]
 
 
-def _text(value: Any) -> str:
-    kind = type(value)
-    if kind is Encoded:
-        return value  # type: ignore[no-any-return]
-    return str(value) if kind is int else _JSON.encode(value)
+def pack_and_parse(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the payload text and what a reader gets of it; only what may read otherwise is parsed."""
+    texts, data = [], {}
+    for name, value in fields.items():
+        if value is None:
+            continue
+        kind = type(value)
+        if kind is int:
+            text = str(value)
+        elif kind is str:
+            text = encode_basestring_ascii(value)
+            if "\\u" in text:
+                value = parse(text)  # two halves of a character that stand side by side are read as one
+        elif kind is bool:
+            text = "true" if value else "false"
+        else:
+            text = value if kind is Encoded else _JSON.encode(value)
+            value = parse(text)
+        texts.append(f'"{name}":{text}')
+        data[name] = value
+    return "{" + ",".join(texts) + "}", data
 
 
 def parse(text: str) -> Any:
@@ -164,6 +180,22 @@ class Event:
     writer: int = 0
     is_kernel: bool = True
     recorded_at: datetime | None = None
+
+    @classmethod
+    def of(
+        cls,
+        execution_id: str,
+        sequence: int,
+        kind: str,
+        fields: Mapping[str, Any],
+        fence: int | None,
+        writer: int,
+    ) -> Event:
+        """A fact in the making: its ``data`` is what a reader of its ``body`` will get."""
+        body, data = pack_and_parse(fields)
+        event = cls(execution_id, sequence, str(kind), body, fence, writer, kind in KERNEL_KINDS)
+        event.__dict__["data"] = data
+        return event
 
     @cached_property
     def data(self) -> dict[str, Any]:

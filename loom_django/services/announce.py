@@ -89,9 +89,12 @@ _TELLS: Final[Mapping[str, tuple[tuple[Signal, ...], Callable[[Mapping[str, Any]
 def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
     """Send what the events tell; a receiver that fails is logged and stops nothing."""
     for event in events:
+        told = _TELLS.get(event.kind)
+        if told is None:
+            continue
         _note(flow_id, event)
-        sent, tell = _TELLS.get(event.kind, ((), None))
-        if tell is None or not any(signal.receivers for signal in sent):
+        sent, tell = told
+        if not any(signal.receivers for signal in sent):
             continue
         for signal, about in tell(event.data):
             if signal.has_listeners():

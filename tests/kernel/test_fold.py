@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loom_django.kernel import events
-from loom_django.kernel.events import ANSWERING, CLASSIFICATION, TERMINAL, Event, Kind, is_answering, pack
+from loom_django.kernel import codec, events
+from loom_django.kernel.events import (
+    ANSWERING,
+    CLASSIFICATION,
+    TERMINAL,
+    Encoded,
+    Event,
+    Kind,
+    is_answering,
+    pack,
+)
 from loom_django.kernel.fold import Fold, apply, fold
 from loom_django.kernel.projection import project
 from loom_django.kernel.state import ExecutionState, FrameStatus, Status, WaitStatus
+from tests.kernel.test_codec import values
 
 pytestmark = pytest.mark.once
 
@@ -80,6 +91,45 @@ def test_every_kernel_kind_is_classified_and_an_unclassified_one_stops_the_impor
 def test_classification_reads_the_kind_and_the_stamp(kind: str, is_kernel: bool, answers: bool) -> None:
     """The rules of ADR 0118, D1."""
     assert is_answering(kind, is_kernel) is answers
+
+
+_TEXTS = st.text(st.characters(), max_size=8)  # NUL and lone surrogates too
+_TREES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | _TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.tuples(inner) | st.dictionaries(_TEXTS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(
+        st.from_regex("[a-z_]{1,12}", fullmatch=True),
+        _TREES | values.map(lambda value: Encoded(codec.dumps(value))),
+        max_size=6,
+    ),
+    st.sampled_from(Kind),
+)
+@example({"reason": "\ud83d\ude00", "principal": '\0\x7f\\u"'}, Kind.EXECUTION_CANCELLED)
+@example({"on": WaitStatus.ANSWERED, "subject": ("shop.order", "1")}, Kind.EXECUTION_STARTED)
+def test_what_a_writer_folds_of_its_fact_is_what_a_reader_gets(fields: dict[str, Any], kind: Kind) -> None:
+    """The data of a fact in the making equal those of its stored text, type by type, and share nothing with it."""
+    fact = Event.of("e1", 1, kind, fields, None, 1)
+    row = Event("e1", 1, str(kind), fact.body, writer=1)
+    assert fact == row
+    assert fact.data == row.data
+    assert json.dumps(fact.data) == json.dumps(row.data)
+    assert _types(fact.data) == _types(json.loads(fact.body))
+    before = json.dumps(row.data)
+    for value in fields.values():
+        if isinstance(value, dict | list):
+            value.clear()
+    assert json.dumps(fact.data) == before
+
+
+def _types(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return [(type(key), key, _types(value)) for key, value in tree.items()]
+    return [list, *map(_types, tree)] if isinstance(tree, list) else type(tree)
 
 
 def test_a_log_has_no_gaps() -> None:
