@@ -108,6 +108,16 @@ class BodyLoop:
         self.store.end()
         self.tools.end()
 
+    @property
+    def stood_still(self) -> float:
+        """For how long a task has held the loop up, in seconds."""
+        return time.monotonic() - self._beaten_at
+
+    @property
+    def blocked(self) -> bool:
+        """True while a task holds the loop up: what is begun in it now does not run."""
+        return self.stood_still > BLOCKED
+
     # Called in the loop.
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -196,10 +206,9 @@ class BodyLoop:
         told_of = 0.0
         while not self._ended.wait(BLOCKED / 4):
             beaten_at = self._beaten_at
-            still = time.monotonic() - beaten_at
-            if still > BLOCKED and beaten_at != told_of:
+            if self.blocked and beaten_at != told_of:
                 told_of = beaten_at
-                self._tell_blocked(still)
+                self._tell_blocked(self.stood_still)
 
     def _tell_blocked(self, still: float) -> None:
         running = asyncio.current_task(self.loop)

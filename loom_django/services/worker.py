@@ -155,6 +155,12 @@ class WorkerService:
         return not self.exhausted and all(self._free(is_async) > 0 for is_async in self._kinds())
 
     @property
+    def stuck(self) -> bool:
+        """True when an async body has held up all others until their leases ended: only the process can end it."""
+        limit = self.engine.settings().EXECUTE_TIMEOUT
+        return self._loop is not None and self._loop.stood_still > limit
+
+    @property
     def overrun(self) -> bool:
         """True when too many threads were left behind by timeouts."""
         return abandoned.count > MAX_ABANDONED
@@ -200,7 +206,9 @@ class WorkerService:
         return lanes
 
     def _free(self, is_async: bool) -> int:
-        """How many bodies of a kind there is room for."""
+        """How many bodies of a kind there is room for; none for async ones while one of them blocks their loop."""
+        if is_async and self._loop is not None and self._loop.blocked:
+            return 0
         with self._condition:
             running = sum(counted.is_async == is_async for counted in self._held.values())
         return (self.tasks if is_async else self.concurrency) - running

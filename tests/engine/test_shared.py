@@ -22,6 +22,7 @@ from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.worker import WorkerService
+from loom_django.testing import override_loom
 from tests.engine.conftest import World
 
 PATIENCE = 20.0
@@ -377,6 +378,42 @@ def test_a_body_that_blocks_the_loop_is_told_of(
         assert site.ended(handle) == [Status.COMPLETED]
     assert handle.id in told()[0]
     assert "threading.py" in told()[0]
+
+
+def test_a_worker_whose_loop_is_blocked_takes_no_async_work(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left to other workers; plain work goes on, and when the leases are over only the process can end it."""
+    monkeypatch.setattr(shared, "BLOCKED", 0.1)
+    release = threading.Event()
+
+    @flow("s.blocks")
+    async def body(ctx: AsyncFlowContext) -> None:
+        release.wait(PATIENCE)
+
+    @flow("s.fine")
+    async def fine(ctx: AsyncFlowContext) -> int:
+        return 1
+
+    @flow("s.plain")
+    def plain(ctx: FlowContext) -> int:
+        return 2
+
+    blocks = body.start()
+    site.begin(blocks)
+    eventually(lambda: site.worker._loop is not None and site.worker._loop.blocked)
+    others = fine.start(), plain.start()
+    site.worker.tick()
+    assert site.worker.claimed == 2
+    eventually(lambda: site.world.state(others[1]).status == Status.COMPLETED)
+    assert not site.worker.stuck
+    with override_loom(EXECUTE_TIMEOUT=0.1):
+        assert site.worker.stuck
+    release.set()
+    eventually(lambda: site.worker._loop is not None and not site.worker._loop.blocked)
+    assert not site.worker.stuck
+    site.worker.tick()
+    assert site.ended(blocks, *others) == [Status.COMPLETED] * 3
 
 
 def test_a_draining_worker_stops_each_body_at_its_next_call(site: Site) -> None:

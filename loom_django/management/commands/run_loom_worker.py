@@ -166,6 +166,8 @@ class Command(BaseCommand):
         keeper = loom.engine.keeper
         if worker.overrun:
             return "too many calls outlived their timeouts"
+        if worker.stuck:
+            return "an async body has held up all others for EXECUTE_TIMEOUT"
         if isinstance(keeper, LeaseKeeper) and keeper.broken:
             return "leases are not renewed any more"
         if worker.broken:
