@@ -187,7 +187,11 @@ class _Pass:
         """Take several over and have others go on with them."""
         store, token = self.engine.store, random_token()
         owner, ttl = self.engine.identity.name, self.engine.settings().LEASE_TTL
-        taken = store.take_over_all(leases, owner=owner, token=token, ttl=ttl)
+        taken = self._of_all(lambda: store.take_over_all(leases, owner=owner, token=token, ttl=ttl))
+        if taken is None:
+            for lease in leases:
+                self._guarded(lease.execution_id, partial(self._lease, lease, False))
+            return
         owners = {lease.execution_id: lease.owner for lease in leases if lease.execution_id in taken}
         ordinary = self._fenced_out_together(list(owners), token)
         go_on: dict[str, Journal] = {}
@@ -201,13 +205,26 @@ class _Pass:
             else:
                 self._announce(journal, newest, previous)
                 go_on[execution_id] = journal
-        released = store.release_all(list(go_on), token)
+        released = self._of_all(lambda: store.release_all(list(go_on), token)) or set()
         for execution_id, journal in go_on.items():
-            if execution_id in released:
-                self.recovered += 1
-                self.loom.dispatcher.dispatch(execution_id, Ticket(READY), None)
-            else:
-                self._guarded(execution_id, partial(self._hand_over, execution_id, token, journal))
+            hand_on = partial(self._hand_over, execution_id, token, journal)
+            self._guarded(
+                execution_id, partial(self._dispatched, execution_id) if execution_id in released else hand_on
+            )
+
+    def _of_all(self, act: Callable[[], set[str]]) -> set[str] | None:
+        """What was done for several in one statement; None if that failed, and each is to go by itself."""
+        try:
+            return act()
+        except Exception as exc:
+            if self.engine.store.is_connection_lost(exc):
+                raise
+            log.debug("each is recovered by itself: %s", exc)
+            return None
+
+    def _dispatched(self, execution_id: str) -> bool:
+        self.loom.dispatcher.dispatch(execution_id, Ticket(READY), None)
+        return True
 
     def _fenced_out_together(self, ids: Sequence[str], token: int) -> dict[str, tuple[Journal, Event, int]]:
         """Of those that this process holds, the ones that can go on as they are: their tokens are taken, and the
@@ -348,7 +365,7 @@ class _Pass:
             dispatcher.dispatch(execution_id, Ticket(self.engine.held(token), token), journal)
             self._report_divergence(journal)
         elif self.engine.store.release(execution_id, token):
-            dispatcher.dispatch(execution_id, Ticket(READY), None)
+            return self._dispatched(execution_id)
         else:
             return False
         return True

@@ -68,6 +68,11 @@ def orphaned(lab: Lab, ids: list[str]) -> None:
         lab.open_gate(id)
 
 
+def orphaned_in_pairs(lab: Lab, ids: list[str]) -> None:
+    """Two for each, so that every pass finds a batch."""
+    orphaned(lab, [*ids, *(f"{id}-beside" for id in ids)])
+
+
 WORKER = ("run_loom_worker", "--once", "--max-executions", "1", "--no-timers", "--no-recovery")
 TIMERS = ("run_loom_timers", "--once", "--limit", "1")
 INLINE = {"DISPATCHER": "inline"}
@@ -96,6 +101,7 @@ SCENES: dict[str, tuple[Prepare, str, Callable[[str], tuple[Any, ...]], dict[str
     "timer-tasks": (started("slept"), "command", lambda id: TIMERS, TASKED),
     "recover-tasks": (orphaned, "command", lambda id: ("loom_recover", "--limit", "1"), TASKED),
     "recover-ready": (orphaned, "command", lambda id: ("loom_recover", "--limit", "1"), QUEUED),
+    "recover-batch": (orphaned_in_pairs, "command", lambda id: ("loom_recover", "--limit", "2"), QUEUED),
 }
 
 

@@ -745,6 +745,43 @@ def test_what_is_out_of_the_ordinary_goes_by_itself(world: World, monkeypatch: p
     assert world.engine.store.fence(ids[5]) == 3  # the first claim, the takeover, the second claim
 
 
+@pytest.mark.parametrize("call", ["take_over_all", "read_short", "acquire_fences_at", "release_all"])
+def test_what_fails_for_a_batch_is_done_one_by_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Nobody waits for another lease because a statement for many was refused."""
+    ids = abandoned(world, 3)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("not now")
+
+    monkeypatch.setattr(world.engine.store, call, refuse)
+    summary = world.recover()
+    assert (summary.candidates, summary.recovered, summary.failed) == (3, 3, 0)
+    monkeypatch.undo()
+    assert claimed(world) == ids
+
+
+def test_a_dispatcher_that_fails_for_one_of_a_batch_is_asked_for_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are ready; the one that nobody was told of is named."""
+    ids = abandoned(world, 3)
+    told: list[str] = []
+
+    def dispatch(execution_id: str, *more: Any) -> None:
+        if execution_id == ids[0]:
+            raise RuntimeError("the broker is away")
+        told.append(execution_id)
+
+    monkeypatch.setattr(world.loom.dispatcher, "dispatch", dispatch)
+    summary = world.recover()
+    assert [execution_id for execution_id, _ in summary.failures] == ids[:1]
+    assert told == ids[1:]
+    monkeypatch.undo()
+    assert claimed(world) == ids
+
+
 @pytest.mark.parametrize("call", ["read_short", "acquire_fences_at"])
 def test_a_holder_that_comes_back_is_not_fenced_out_by_a_batch(
     world: World, monkeypatch: pytest.MonkeyPatch, call: str
