@@ -1,6 +1,6 @@
 """Workers are killed and the database restarted while flows run; then everything is accounted for.
 
-Two of three are straight flows; the third has branches, children and a message.
+Two of three are straight flows; the third has branches, children and a message. Every other one is async.
 
 What is claimed afterwards: every execution completes, or waits for a verdict and completes with it; one gapless
 history each; a key that the outside world saw is ``execution:step`` and nothing else; an effect that must not
@@ -24,7 +24,15 @@ from loom_django.errors import StoreUnavailableError
 from loom_django.kernel import codec
 from loom_django.kernel.state import TERMINAL_STATUSES, Status
 from loom_django.models import Execution
-from tests.chaos.flows import MIXED, MIXED_AND_CHILDREN, PLAN, mixed, ten_steps
+from tests.chaos.flows import (
+    MIXED,
+    MIXED_AND_CHILDREN,
+    PLAN,
+    async_mixed,
+    async_ten_steps,
+    mixed,
+    ten_steps,
+)
 from tests.chaos.site import Site, eventually
 from tests.shop.models import Order
 
@@ -88,11 +96,13 @@ class Chaos:
         pauses = [round(self.random.uniform(0.0, 0.3), 3) for _ in PLAN]
         while True:
             try:
+                is_async = number % 2 == 1
                 if self._is_mixed(number):
-                    mixed.using(execution_id=f"x-{number}").start(pauses)
+                    (async_mixed if is_async else mixed).using(execution_id=f"x-{number}").start(pauses)
                     loom.send(f"x-{number}", "news", "heard", message_id="once")
                 else:
-                    ten_steps.using(execution_id=f"x-{number}").start(pauses)
+                    straight = async_ten_steps if is_async else ten_steps
+                    straight.using(execution_id=f"x-{number}").start(pauses)
                 return
             except (Error, StoreUnavailableError):
                 connections.close_all()
@@ -185,7 +195,7 @@ class Chaos:
         runs.update(str(event.kind) for event in events)
         state = loom.state(execution_id)
         assert state.status is Status.COMPLETED, (execution_id, state.status, state.error)
-        is_mixed = state.flow_id == "mixed"
+        is_mixed = state.flow_id in (mixed.id, async_mixed.id)
         assert len(state.frames) == (sum(MIXED.values()) if is_mixed else len(PLAN))
         if is_mixed:
             children = list(state.child_ids.values())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
 
-from loom_django import FlowContext, StepContext, flow, tool
+from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
 from tests.chaos.ledger import LEDGER
 from tests.shop.models import Order
 
@@ -57,6 +58,32 @@ def ten_steps(ctx: FlowContext, pauses: list[float]) -> int:
     return len(PLAN)
 
 
+@tool(idempotent=True, name="call")
+async def acall(ctx: StepContext, pause: float) -> str:
+    act(ctx, "call")
+    await asyncio.sleep(pause)
+    return ctx.idempotency_key
+
+
+@tool(idempotent=False, name="transfer")
+async def atransfer(ctx: StepContext, pause: float) -> str:
+    act(ctx, "transfer")
+    await asyncio.sleep(pause)
+    return ctx.idempotency_key
+
+
+ASYNC = {call: acall, transfer: atransfer, book: book}
+
+
+@flow("async-ten-steps", steps=[acall, atransfer, book])
+async def async_ten_steps(ctx: AsyncFlowContext, pauses: list[float]) -> int:
+    for number, (step, pause) in enumerate(zip(PLAN, pauses, strict=True)):
+        await ctx.run(ASYNC[step].keyed(number), pause)
+        if number == 4:
+            await ctx.sleep(0.5)
+    return len(PLAN)
+
+
 @flow("small", steps=[call, book])
 def small(ctx: FlowContext, pause: float) -> str:
     ctx.run(call, pause)
@@ -78,6 +105,23 @@ def mixed(ctx: FlowContext, pauses: list[float]) -> list[str]:
         {"hears": hears, "calls": call.bind(pauses[2]), "transfers": transfer.bind(pauses[3])}
     )
     return [said["hears"], *ctx.await_children(children)]
+
+
+@flow("async-mixed", steps=[acall, atransfer, book])
+async def async_mixed(ctx: AsyncFlowContext, pauses: list[float]) -> list[str]:
+    """The same in tasks; its children are plain."""
+
+    async def hears(branch: AsyncFlowContext) -> str:
+        await branch.run(book, pauses[0])
+        heard = await branch.receive("news")
+        await branch.run(acall, pauses[1])
+        return str(heard)
+
+    children = [await ctx.start_child(small, pause) for pause in pauses[:2]]
+    said = await ctx.parallel(
+        {"hears": hears, "calls": acall.bind(pauses[2]), "transfers": atransfer.bind(pauses[3])}
+    )
+    return [said["hears"], *await ctx.await_children(children)]
 
 
 # The steps of one such execution by themselves, and with those of its two children.
