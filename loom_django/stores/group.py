@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from loom_django.stores.base import Commit
 
@@ -19,15 +20,15 @@ Land = Callable[[Sequence[Commit]], list[Exception | None]]
 
 
 class _Seat:
-    """A commit that waits; its thread is called when the outcome is there, or when it is to go ahead."""
+    """What a thread appends at once; it is called when the outcomes are there, or when it is to go ahead."""
 
-    __slots__ = ("_called", "commit", "landed", "left", "outcome")
+    __slots__ = ("_called", "commits", "landed", "left", "outcomes")
 
-    def __init__(self, commit: Commit) -> None:
-        self.commit = commit
+    def __init__(self, commits: Sequence[Commit]) -> None:
+        self.commits = commits
         self.landed = False
         self.left = False  # its thread has gone, and nobody asks what came of it
-        self.outcome: Exception | None = None
+        self.outcomes: list[Exception | None] = []
         self._called = threading.Lock()
         self._called.acquire()
 
@@ -55,7 +56,11 @@ class AppendGroup:
 
     def land(self, commit: Commit) -> Exception | None:
         """Land a commit, with whatever else has queued by then; None if it landed, else why not."""
-        seat = _Seat(commit)
+        return self.land_all([commit])[0]
+
+    def land_all(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        """Land several commits in one batch, as :meth:`land` does; an outcome for each."""
+        seat = _Seat(commits)
         try:
             with self._lock:
                 self._queue.append(seat)
@@ -73,16 +78,17 @@ class AppendGroup:
                     self._queue.remove(seat)
             self._leave(seat)
             raise
-        return seat.outcome
+        return seat.outcomes
 
     def _land_queued(self, seat: _Seat) -> None:
         batch: list[_Seat] = []
         try:
             with self._lock:
                 batch, self._queue = self._queue, batch
-            outcomes = self._land([one.commit for one in batch])
-            for one, outcome in zip(batch, outcomes, strict=True):
-                one.outcome, one.landed = outcome, True
+            outcomes = iter(self._land([commit for one in batch for commit in one.commits]))
+            for one in batch:
+                one.outcomes = list(islice(outcomes, len(one.commits)))
+                one.landed = True
         except BaseException:
             with self._lock:
                 # Nobody knows what came of them: the others are sent again, as after a lost connection.

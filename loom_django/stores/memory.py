@@ -154,6 +154,9 @@ class MemoryStore:
             outcomes.append(outcome)
         return outcomes
 
+    def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        return self.append_many(commits)
+
     @contextmanager
     def grouping(self) -> Iterator[None]:
         """Nothing is gained by it."""

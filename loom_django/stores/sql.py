@@ -149,19 +149,23 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
 
     def append(self, commit: Commit) -> None:
         _check(commit)
-        group = self._group_for(commit)
+        group = self._group_for([commit])
         refused = self._land([commit])[0] if group is None else group.land(commit)
         if group is not None and isinstance(refused, RowLocked):
             refused = self._land([commit])[0]  # it waits by itself, and holds nobody up
         if refused is not None:
             raise refused
 
-    def _group_for(self, commit: Commit) -> AppendGroup | None:
-        """What the commit may go with others in: not a caller's transaction, nor a note that needs one of its own."""
+    def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
+        group = self._group_for(commits)
+        return self.append_many(commits) if group is None else group.land_all(commits)
+
+    def _group_for(self, commits: Sequence[Commit]) -> AppendGroup | None:
+        """What these may go with others in: not a caller's transaction, nor where a note needs one of its own."""
         group = self._group
-        if group is None or not group.usable or commit.after_end or compat.open_transaction(self.connection):
+        if group is None or not group.usable or compat.open_transaction(self.connection):
             return None
-        return group
+        return None if not commits or any(commit.after_end for commit in commits) else group
 
     @contextmanager
     def grouping(self) -> Iterator[None]:

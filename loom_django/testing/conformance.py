@@ -1184,6 +1184,28 @@ class EventStoreConformance(StoreConformance):
         assert outcomes == [told.get(id(log), "landed") for log in logs]
         assert [len(self.store.read(log.id)) for log in logs] == [1 if log is stale else 2 for log in logs]
 
+    def test_many_of_one_caller_go_with_a_group(self) -> None:
+        """What callers with several executions each append at the same time: each lands or is refused by itself."""
+        logs = [[self.running() for _ in range(4)] for _ in range(8)]
+        refused = logs[2][1], logs[5][3]
+        self.store.append(refused[0].fork().commit())
+        self.store.acquire_fence(refused[1].id)
+
+        def append(place: int) -> str:
+            commits = [log.commit() for log in logs[place]] + [log.commit() for log in logs[place]]
+            return " ".join(type(outcome).__name__ for outcome in self.store.append_shared(commits))
+
+        with self.store.grouping():
+            outcomes = self.in_threads(8, append)
+        assert self.store.append_shared([]) == []
+        told = ["NoneType"] * 8
+        told_of = {2: [*told], 5: [*told]}
+        told_of[2][1] = told_of[2][5] = "SequenceOccupied"
+        told_of[5][3] = told_of[5][7] = "StaleFenceError"
+        assert outcomes == [" ".join(told_of.get(place, told)) for place in range(8)]
+        assert {len(self.store.read(log.id)) for mine in logs for log in mine if log not in refused} == {3}
+        assert [len(self.store.read(log.id)) for log in refused] == [2, 1]
+
     def test_short_logs_are_read_together(self) -> None:
         """Whole logs of at most so many events; a longer one and one that is not there are left out."""
         short, exact, long = self.running(), self.running(), self.running()

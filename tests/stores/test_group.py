@@ -118,6 +118,21 @@ class TestQueue:
         gate = Gate(AppendGroup(lambda batch: [told[id(commit)] for commit in batch]))
         assert self.run(gate, commits) == [told[id(commit)] for commit in commits]
 
+    def test_several_of_one_thread_are_one_seat(self, commits):
+        """They go with what others append, and each gets its own outcome."""
+        told = {id(commit): ValueError(number) for number, commit in enumerate(commits)}
+        gate = Gate(AppendGroup(lambda batch: [told[id(commit)] for commit in batch]))
+        appends = [
+            lambda: gate.group.land(commits[0]),
+            lambda: gate.group.land_all(commits[1:4]),
+            lambda: gate.group.land(commits[4]),
+        ]
+        appenders = gate.behind(appends[0], appends[1:])
+        gate.open()
+        outcomes = [told[id(commit)] for commit in commits]
+        assert [one.join() for one in appenders] == [outcomes[0], outcomes[1:4], outcomes[4]]
+        assert gate.batches == [commits[:1], commits[1:]]
+
     def test_one_that_is_interrupted_while_it_lands_leaves_nobody_waiting(self, commits):
         """A signal in the thread that lands a batch: the others of the batch are sent again."""
 
@@ -138,7 +153,7 @@ class TestQueue:
 
         def wait(seat: Any) -> None:
             waits(seat)
-            if seat.commit is commits[1]:
+            if seat.commits[0] is commits[1]:
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(group_module._Seat, "wait", wait)
@@ -170,7 +185,7 @@ class TestQueue:
         on_its_way, waits = threading.Event(), group_module._Seat.wait
 
         def wait(seat: Any) -> None:
-            if seat.commit is commits[2]:
+            if seat.commits[0] is commits[2]:
                 assert on_its_way.wait(30)
                 raise KeyboardInterrupt
             waits(seat)
@@ -298,6 +313,34 @@ class TestShared(StoreConformance):
             rival.commit()
         assert appends[1].outcome is None
         assert self.lengths([locked, *free]) == [3, 3, 2, 2]
+
+    @of_postgresql
+    def test_a_locked_one_of_many(self):
+        """A caller with several executions is told which one waits for a row, and sends that one by itself."""
+        locked, free = self.parked(), [self.running() for _ in range(3)]
+        commits = [free[0].commit(), locked.answer(), *(log.commit() for log in free[1:])]
+        with self.store.grouping(), holding(self.lock(locked)) as rival:
+            outcomes = self.store.append_shared(commits)
+            assert [type(outcome).__name__ for outcome in outcomes] == [
+                "NoneType", "RowLocked", "NoneType", "NoneType"
+            ]  # fmt: skip
+            waits = Appender(lambda: self.store.append_many([commits[1]]))
+            wait_until_blocked()
+            assert self.store.append_shared([log.commit() for log in free]) == [None] * 3
+            rival.commit()
+            assert waits.join() == [None]
+        assert self.lengths([locked, *free]) == [3, 3, 3, 3]
+
+    def test_many_in_a_caller_s_transaction(self):
+        """They are the caller's, and are gone with its block."""
+        logs = [self.running() for _ in range(2)]
+        with self.store.grouping():
+            gate = Gate(self.store._group)
+            with transaction.atomic():
+                assert self.store.append_shared([log.commit() for log in logs]) == [None] * 2
+                transaction.set_rollback(True)
+        assert gate.batches == []
+        assert self.lengths(logs) == [1, 1]
 
     @of_postgresql
     def test_a_connection_that_is_lost_in_a_batch(self, monkeypatch):
