@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -75,6 +76,14 @@ def _nobody_told(execution_id: str) -> None:
 def random_token() -> int:
     """A random number that fits a signed 64-bit column and is never 0."""
     return secrets.randbits(62) + 1
+
+
+def new_execution_id() -> str:
+    """A random UUID that begins with the time (version 7): what is started together lies together in each index."""
+    millis = time.time_ns() // 1_000_000 & (1 << 48) - 1
+    random = secrets.randbits(74)
+    bits = millis << 80 | 0x7 << 76 | random >> 62 << 64 | 0b10 << 62 | random & (1 << 62) - 1
+    return str(uuid.UUID(int=bits))
 
 
 class Identity:

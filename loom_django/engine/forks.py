@@ -6,14 +6,13 @@ under its own id and so under its own idempotency keys. The source is not touche
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from loom_django.definitions import Flow
 from loom_django.engine.code import flow_for, graph_of
-from loom_django.engine.core import Engine, random_token
+from loom_django.engine.core import Engine, new_execution_id, random_token
 from loom_django.engine.journal import Journal
 from loom_django.engine.outside import load_existing
 from loom_django.engine.start import Started, check_startable, deadline_timer, row_of_start
@@ -141,7 +140,7 @@ class _Copy:
 
     def start(self, new_id: str | None, ownership: Ownership) -> Started:
         engine = self.engine
-        execution_id = new_id or str(uuid.uuid4())
+        execution_id = new_id or new_execution_id()
         engine.store.check_clock()
         journal = Journal(engine, Fold(), fence=None, writer=random_token())
         options = self._options(journal)

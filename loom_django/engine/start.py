@@ -7,7 +7,6 @@ signature, encoded canonically, byte for byte; version and options do not count.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from typing import Any, Final
 from loom_django.conf import DEFAULT_QUEUE
 from loom_django.definitions import Flow, Options
 from loom_django.engine.code import graph_of
-from loom_django.engine.core import Engine, from_micros, random_token, to_micros
+from loom_django.engine.core import Engine, from_micros, new_execution_id, random_token, to_micros
 from loom_django.engine.journal import Journal
 from loom_django.errors import (
     ExecutionConflictError,
@@ -76,7 +75,7 @@ def start(
     """
     check_startable(flow)
     check_queue(engine, options.queue)
-    execution_id = options.execution_id or str(uuid.uuid4())
+    execution_id = options.execution_id or new_execution_id()
     engine.store.check_clock()
     for _ in range(ATTEMPTS):
         journal = Journal(engine, Fold(), fence=None, writer=random_token())

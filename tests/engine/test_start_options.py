@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import RFC_4122, UUID
 
 import pytest
 
@@ -44,6 +46,15 @@ def test_a_start_goes_into_its_queue(world: World, told: Any) -> None:
     assert world.state(mail).options["queue"] == "mail"
     assert claimed(world, queues=["mail"]) == [mail.id]
     assert claimed(world, queues=["default"]) == [plain.id]
+
+
+def test_an_id_that_is_not_given_begins_with_the_time(world: World, told: Any) -> None:
+    """So that executions which start together lie together in each index; the rest of it is random."""
+    before = time.time_ns() // 1_000_000
+    ids = [UUID(told.start().id) for _ in range(2)]
+    assert all(one.version == 7 and one.variant == RFC_4122 for one in ids)
+    assert all(before <= one.int >> 80 <= time.time_ns() // 1_000_000 for one in ids)
+    assert ids[0].int & (1 << 62) - 1 != ids[1].int & (1 << 62) - 1
 
 
 @pytest.mark.parametrize(
