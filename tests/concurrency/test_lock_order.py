@@ -32,7 +32,7 @@ from loom_django.runtime import Loom
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.verify import verify
 from loom_django.stores import store_for
-from loom_django.stores.base import READY, AppendRefused, Commit, Known, TimerRow
+from loom_django.stores.base import READY, AppendRefused, Commit, Known, Look, TimerRow
 from loom_django.testing.conformance import Log, held_by
 from tests.crash.kit import only_postgresql
 from tests.shop.models import Order
@@ -64,6 +64,7 @@ class Crowd:
         self.random = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.together: Counter[str] = Counter()  # what the calls for several have done
         self.acts: list[Callable[[], object]] = [
             self.append,
             self.append,
@@ -77,6 +78,8 @@ class Crowd:
             self.delete_execution,
             self.send,
             self.work,
+            self.die,
+            self.recover_together,
             self.in_a_block,
         ]
 
@@ -171,6 +174,24 @@ class Crowd:
         for claim in self.store.claim_ready(owner="me", token=token, ttl=60, limit=3, known=known):
             run_execution(self.loom.engine, claim.execution_id, token=token, fence=claim.fence)
 
+    def die(self) -> None:
+        """Claim a few under leases that are over at once."""
+        known = Known({self.flow.id: 1})
+        self.store.claim_ready(owner="dead", token=random_token(), ttl=0, limit=3, known=known)
+
+    def recover_together(self) -> None:
+        """What a recovery pass does with several, each in one statement; given in any order."""
+        token = random_token()
+        leases = self.store.expired(limit=EXECUTIONS)
+        self.random.shuffle(leases)
+        taken = self.store.take_over_all(leases, owner="other", token=token, ttl=0)
+        ids = self.random.sample(self.ids, 6)
+        heads = {id: self.store.head(id) for id in ids}
+        looks = [Look(id, head.sequence, progress=1) for id, head in heads.items() if head is not None]
+        fenced = self.store.acquire_fences_at(looks)
+        released = self.store.release_all(self.random.sample(sorted(taken), len(taken)), token)
+        self.together += Counter(taken=len(taken), fenced=len(fenced), released=len(released))
+
     def in_a_block(self) -> None:
         """A caller's transaction with an answer in it, which holds the fence row up to the commit."""
         with transaction.atomic():
@@ -211,6 +232,8 @@ def test_whatever_is_done_at_once_makes_no_deadlock(hunted: tuple[Loom, Any]) ->
     refused = sum((crowd.refused for crowd in crowds), Counter())
     assert deadlocks() == before, refused
     assert done.total() == THREADS * OPERATIONS
+    together = sum((crowd.together for crowd in crowds), Counter())
+    assert min(together[what] for what in ("taken", "fenced", "released")) > OPERATIONS // 10, together
     for id in ids:
         events = loom.store.read(id)
         assert [event.sequence for event in events] == list(range(1, len(events) + 1))
