@@ -10,6 +10,7 @@ import itertools
 import logging
 import random as random_module
 from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
 from datetime import datetime
 from decimal import Decimal
 from functools import cached_property
@@ -27,7 +28,6 @@ from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.parallel import parallel
 from loom_django.errors import ContextMisuseError
-from loom_django.kernel import codec
 from loom_django.kernel.durations import Duration
 from loom_django.kernel.turns import AgentResult, ModelTurn
 
@@ -150,7 +150,8 @@ class _Context:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        attributes: dict[str, Any] = codec.decode(self._body.journal.fold.options.get("attributes", {}))
+        # Plain JSON, not the codec's form: a key that begins with "$" is a key.
+        attributes: dict[str, Any] = deepcopy(self._body.journal.fold.options.get("attributes", {}))
         return attributes
 
     @property

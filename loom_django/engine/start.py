@@ -319,7 +319,8 @@ def _attributes(attributes: Mapping[str, Any], limit: int) -> str:
 
 
 def _check_tree(tree: Any, depth: int) -> None:
-    """Refuse texts and keys that a database does not take, and what is nested too deep to be read again."""
+    """Refuse texts, keys and integers that a database or a parser does not take as they are, and what is nested too
+    deep to be read again."""
     if depth > MAX_ATTRIBUTE_DEPTH:
         raise InvalidInputError(
             f"attributes= is nested deeper than {MAX_ATTRIBUTE_DEPTH} levels: pass flat values"
@@ -328,6 +329,11 @@ def _check_tree(tree: Any, depth: int) -> None:
         raise InvalidInputError(
             f"attributes= holds {shown(tree)}, which has a NUL or a lone surrogate: take it out, since not "
             "every database takes it"
+        )
+    if isinstance(tree, int) and not -(2**63) <= tree < 2**63:
+        raise InvalidInputError(
+            f"attributes= holds {shown(tree)}, an integer beyond 64 bits: pass it as text, since some readers of "
+            "JSON make a float of it"
         )
     if isinstance(tree, dict):
         for name, value in tree.items():

@@ -192,6 +192,8 @@ CALLS: dict[str, Callable[[Loom], Any]] = {
             "attributes key": {"attributes": {"a": {"\udc00": 1}}},
             "attributes object": {"attributes": {"a": object()}},
             "attributes NaN": {"attributes": {"a": float("nan")}},
+            "attributes huge": {"attributes": {"a": [2**63]}},
+            "attributes minus huge": {"attributes": {"a": -(2**63) - 1}},
             "subject NUL": {"subject": subject("a\x00")},
             "subject surrogate": {"subject": subject("\ud800")},
             "subject long": {"subject": subject("x" * 256)},
@@ -229,15 +231,23 @@ ATTRIBUTES: list[dict[str, Any]] = [
     {"path": "\\u0000", "\\udc00": 1},
     {"deep": nested(90)},
     {"a": None, "b": [True, 1.5, {"c": "ü"}]},
+    {"least": -(2**63), "most": 2**63 - 1},
+    {"$int": "ff"},
+    {"price": {"$": 5}, "pair": {"$tuple": [1]}},
 ]
 
 
-def test_every_text_that_a_database_takes_may_be_an_attribute(world: World) -> None:
-    """What only looks like a surrogate's escape is plain text."""
-    hostile = declared()
+def test_every_value_that_a_database_takes_may_be_an_attribute(world: World) -> None:
+    """What only looks like a surrogate's escape is plain text, and what looks like a recorded value a plain dict."""
+
+    @flow("hostile")
+    def hostile(ctx: FlowContext) -> dict[str, Any]:
+        return ctx.attributes
+
     for attributes in ATTRIBUTES:
         handle = hostile.using(attributes=attributes).start()
         assert world.state(handle).options["attributes"] == attributes
+        assert repr(handle.result()) == repr(attributes)
 
 
 def test_what_is_at_a_bound_is_taken(world: World) -> None:
