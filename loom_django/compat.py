@@ -44,6 +44,16 @@ def begun_by_hand(connection: Any) -> bool:
     return driver.pgconn.transaction_status in _OPEN
 
 
+def mark_if_rolled_back(connection: Any) -> None:
+    """Have an atomic block know that SQLite has ended its transaction, as some errors make it do, a full disk say.
+
+    Else what follows in the block would be committed without what came before.
+    """
+    driver = connection.connection
+    if connection.in_atomic_block and driver is not None and not driver.in_transaction:
+        connection.needs_rollback = True
+
+
 def leave_transaction(connection: Any) -> bool:
     """Roll back whatever is open, TestCase's blocks excepted, and close the connection; True if that was to do.
 

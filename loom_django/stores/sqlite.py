@@ -345,7 +345,11 @@ class SqliteStore(SqlStore):
                 bound[key] = _text(now + timedelta(seconds=parameters[key]))
         connection = self.connection
         if compat.begun_by_hand(connection) or compat.open_transaction(connection):
-            return self._execute(connection, prepared.direct, prepared.watched, bound)
+            try:
+                return self._execute(connection, prepared.direct, prepared.watched, bound)
+            except Error:
+                compat.mark_if_rolled_back(connection)
+                raise
         return self._patiently(lambda: self._execute(connection, prepared.direct, prepared.watched, bound))
 
     def _execute(
@@ -429,6 +433,7 @@ class SqliteStore(SqlStore):
             result = work()
             self._say(commit)
         except BaseException:
+            compat.mark_if_rolled_back(self.connection)
             with suppress(Error):
                 for command in rollback:
                     self._say(command)

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from django.db import OperationalError, connection, transaction
 
 from loom_django.errors import StoreUnavailableError
+from loom_django.kernel.events import Kind
+from loom_django.kernel.projection import project
 from loom_django.stores import store_for
+from loom_django.stores.base import NOBODY, Commit, TimerRow
 from loom_django.stores.sqlite import SqliteStore
 from loom_django.testing.conformance import StoreConformance, held_by
 from tests.shop.models import Order
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
+AT = datetime(2030, 1, 1, tzinfo=UTC)
 COUNT = """
 import sys
 import django
@@ -250,3 +260,63 @@ class TestTransaction(Sqlite):
             Order.objects.create(customer="lost", amount="1.00")
             self.store.append(log.commit())
             raise ZeroDivisionError
+
+
+class TestAFullDisk(Sqlite):
+    """Wherever in a commit there is no room any more."""
+
+    @contextmanager
+    def room(self, pages: int) -> Iterator[None]:
+        """The file may grow by so many pages, as if the disk ended there."""
+        driver = connection.connection
+        (count,) = driver.execute("pragma page_count").fetchone()
+        driver.execute(f"pragma max_page_count = {count + pages}").fetchall()
+        try:
+            yield
+        finally:
+            driver.execute("pragma max_page_count = 1073741823").fetchall()
+
+    def fat(self) -> Commit:
+        """A commit that needs new pages for each kind of row."""
+        log, child = self.running(), self.log()
+        timers = tuple(TimerRow(log.id, AT + timedelta(seconds=second)) for second in range(100))
+        woken = tuple(f"{log.id}-woken-{number}" for number in range(100))
+        started = child.start(attributes=json.dumps({"x": "x" * 20_000}))
+        events = (log.event(Kind.STEP_STARTED, args="x" * 20_000), log.event(Kind.EXECUTION_SUSPENDED))
+        told = project(log.fold)
+        connection.connection.execute("vacuum")  # else it would take pages that others have left
+        return Commit(log.id, events, told, ownership=NOBODY, timers=timers, wake=woken, also=(started,))
+
+    def test_a_commit_that_finds_no_room_leaves_nothing(self):
+        """It says why, at whichever statement; with room enough the same commit lands."""
+        commit = self.fat()
+        for pages in itertools.count():
+            before = self.snapshot(commit)
+            try:
+                with self.room(pages):
+                    self.store.append(commit)
+                break
+            except OperationalError as error:
+                why = str(error)
+            assert "disk is full" in why
+            assert self.snapshot(commit) == before
+            assert not connection.connection.in_transaction
+        assert pages > 10
+        assert len(self.store.read(commit.execution_id)) == 3
+
+    def test_a_block_in_which_there_was_no_room_is_whole_or_not_at_all(self):
+        """SQLite ends the transaction at some of its statements: the caller's block may not go on behind that."""
+        commit = self.fat()
+        ends: Counter[tuple[str, ...]] = Counter()
+        for pages in range(10):
+            Order.objects.all().delete()
+            before = self.snapshot(commit)
+            with suppress(transaction.TransactionManagementError), transaction.atomic():
+                Order.objects.create(customer="before", amount=1)
+                with self.room(pages), pytest.raises(OperationalError, match="disk is full"):
+                    self.store.append(commit)
+                Order.objects.create(customer="after", amount=1)
+            assert self.snapshot(commit) == before
+            ends[tuple(Order.objects.order_by("pk").values_list("customer", flat=True))] += 1
+        assert set(ends) <= {(), ("before", "after")}, ends
+        assert ends[()]
