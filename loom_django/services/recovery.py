@@ -4,8 +4,8 @@ Who is dead is a fact about the cluster, not about the log: an expired lease say
 predicate. A takeover takes the expired lease by its token, reads the log again, fences the predecessor out, puts
 in doubt what must not run twice, and hands the execution on. One bad log stops nothing but itself.
 
-Where others run the bodies, all that a pass found goes through these together, in a few statements; a row that
-somebody has locked is left for the next pass, and what is out of the ordinary goes by itself.
+Where others run the bodies, all that a pass found goes through these together, in a few statements. What is out of
+the ordinary goes by itself, behind the others; a row that somebody has locked holds up nobody else.
 """
 
 from __future__ import annotations
@@ -195,15 +195,12 @@ class _Pass:
         owners = {lease.execution_id: lease.owner for lease in leases if lease.execution_id in taken}
         ordinary = self._fenced_out_together(list(owners), token)
         go_on: dict[str, Journal] = {}
-        for execution_id, previous in owners.items():
-            if execution_id not in ordinary:
-                self._guarded(execution_id, partial(self._taken, execution_id, token, previous))
-                continue
-            journal, newest, count = ordinary[execution_id]
+        poisoned: list[tuple[Journal, int, str]] = []
+        for execution_id, (journal, newest, count) in ordinary.items():
             if count > self._max_recoveries(journal):
-                self._guarded(execution_id, partial(self._poisoned, journal, count, previous))
+                poisoned.append((journal, count, owners[execution_id]))
             else:
-                self._announce(journal, newest, previous)
+                self._announce(journal, newest, owners[execution_id])
                 go_on[execution_id] = journal
         released = self._of_all(lambda: store.release_all(list(go_on), token)) or set()
         for execution_id, journal in go_on.items():
@@ -211,6 +208,12 @@ class _Pass:
             self._guarded(
                 execution_id, partial(self._dispatched, execution_id) if execution_id in released else hand_on
             )
+        # Whoever may have to be waited for comes last, and holds up nobody.
+        for journal, count, previous in poisoned:
+            self._guarded(journal.execution_id, partial(self._poisoned, journal, count, previous))
+        for execution_id, previous in owners.items():
+            if execution_id not in ordinary:
+                self._guarded(execution_id, partial(self._taken, execution_id, token, previous))
 
     def _of_all(self, act: Callable[[], set[str]]) -> set[str] | None:
         """What was done for several in one statement; None if that failed, and each is to go by itself."""

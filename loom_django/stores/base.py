@@ -505,8 +505,9 @@ class EventStore(Protocol):
     def acquire_fences_at(self, looks: Sequence[Look]) -> dict[str, Taken]:
         """Move the tokens of several executions, of each that is still as it was looked at; others are left out.
 
-        One atomic step for all, in order of id, as :meth:`acquire_fence_if` is for one. Not done again after a
-        lost connection: what it took then is a token that nobody uses.
+        One atomic step for all, in order of id, as :meth:`acquire_fence_if` is for one. One whose row somebody else
+        has locked just then may be left out. Not done again after a lost connection: what it took then is a token
+        that nobody uses.
 
         Raises:
             OpenTransactionError: in a caller's transaction whose snapshot is older than this call.

@@ -353,9 +353,12 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         joined = compat.open_transaction(self.connection)
         with self.transaction():
             self._see_each_commit("acquire_fences_at", joined=joined)
-            # The locks in a statement of their own: what they have waited for is seen by the next one.
-            self._run("hold_fences", {"ids": dumps(sorted(look.execution_id for look in looks))})
-            rows = self._run("acquire_fences_at", {"looks": dumps([_look_row(look) for look in looks])})
+            ids = {"ids": dumps(sorted(look.execution_id for look in looks))}
+            self._run("make_fences", ids)
+            # The locks in a statement of their own: what was committed before them is seen by the next one.
+            held = {row[0] for row in self._run("hold_fences", ids)}
+            free = [_look_row(look) for look in looks if look.execution_id in held]
+            rows = self._run("acquire_fences_at", {"looks": dumps(free)})
         return {execution_id: Taken(token, recoveries) for execution_id, token, recoveries in rows}
 
     def ensure_park_fences(self, *, after: str, limit: int) -> ParkFences:

@@ -224,13 +224,22 @@ SHARED: Final = named(
         """,
     ),
     Statement(
-        "hold_fences",
-        "As hold_fence, for several that are there, in order of id.",
+        "make_fences",
+        "Rows of those that have none, in order of id.",
         """
         insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
         select id, 0, 0, 0, 0 from $ids
-        where exists (select 1 from loom_event where execution_id = ids.id and sequence = 1) order by id
-        on conflict (execution_id) do update set token = loom_fence.token
+        where exists (select 1 from loom_event where execution_id = ids.id and sequence = 1)
+        and not exists (select 1 from loom_fence where execution_id = ids.id) order by id
+        on conflict (execution_id) do nothing
+        """,
+    ),
+    Statement(
+        "hold_fences",
+        "As hold_fence, for several; a row that others have locked is left out.",
+        """
+        select f.execution_id from loom_fence f join $ids on ids.id = f.execution_id
+        order by f.execution_id $lock_free(f)
         """,
     ),
     Statement(

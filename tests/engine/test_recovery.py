@@ -853,6 +853,42 @@ def test_a_pass_that_dies_leaves_them_to_the_next_one(
     assert claimed(world) == ids
 
 
+@pytest.mark.parametrize(
+    "call", ["take_over_all", "read_short", "acquire_fences_at", "append", "release_all"]
+)
+def test_a_pass_that_stood_still_for_too_long_does_nothing_more(
+    world: World, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Another pass has taken all from it, and workers have run them: it fences nobody out, and parks nothing twice."""
+    ids = abandoned(world, 6)
+    doubtful, poisoned = ids[:2]
+    begin_effect(world, doubtful, fence=1)
+    for _ in range(20):
+        world.engine.store.count_recovery(poisoned, sequence=1)
+    seen: list[Any] = []
+
+    def everything() -> list[Any]:
+        store: Any = world.engine.store
+        return [
+            (world.loom.history(key), store.fence(key), store.held(key), store.status(key)) for key in ids
+        ]
+
+    def others_go_on() -> None:
+        world.shift(PAST_THE_LEASE)
+        world.recover()
+        store, known = world.engine.store, world.engine.known()
+        for one in store.claim_ready(owner="w", token=9, ttl=60, limit=2, known=known):
+            begin_effect(world, one.execution_id, fence=one.fence)
+        seen.extend(everything())
+
+    assert not between(world, call, others_go_on, monkeypatch)
+    world.recover()
+    assert seen
+    assert everything() == seen
+    waits = {key: [wait.on for wait in world.state(key).pending_waits] for key in (doubtful, poisoned)}
+    assert waits == {doubtful: ["EffectInDoubtResolved"], poisoned: ["__loom_poisoned__"]}
+
+
 def test_a_pass_asks_the_database_as_often_for_forty_as_for_ten(world: World) -> None:
     """A statement more for each would bound what is handed on by the way to the server and back."""
     store: Any = world.engine.store
