@@ -135,6 +135,8 @@ class _Branch:
                 forgotten = ", ".join(sorted(set(body.unawaited.values())))
                 problem = f"ctx.{forgotten} was not awaited before branch {self.name!r} ended: write await"
                 outcome = Outcome(error=_refused(body, ContextMisuseError(problem)))
+            if body.sealed is not None:  # goes before what the branch made of it, as it does for a body
+                outcome = Outcome(error=body.sealed)
         self.value, self.error = outcome.value, outcome.error
         if isinstance(self.error, Unwind):
             self.waiting = self.error.why is Why.WAITING
