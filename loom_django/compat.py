@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextvars
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Final
 
+import asgiref.local
 from django.db import Error, connections
 from django.db.transaction import Atomic, TransactionManagementError
+
+# What a Local of asgiref's keeps in a context is tagged with its thread, from a release on.
+_Tagged: Final = getattr(asgiref.local, "_Storage", None)
 
 # libpq's PQTRANS_INTRANS and PQTRANS_INERROR.
 _OPEN: Final = (2, 3)
@@ -75,6 +81,15 @@ def leave_transaction(connection: Any) -> bool:
     return True
 
 
+def leave_transactions() -> bool:
+    """:func:`leave_transaction` on each of this thread's connections; True if there was one to leave."""
+    left = False
+    for connection in connections.all(initialized_only=True):
+        if in_transaction(connection) or begun_by_hand(connection):
+            left |= leave_transaction(connection)
+    return left
+
+
 def in_testcase(connection: Any) -> bool:
     """True where the connection lives in a TestCase's transaction."""
     return any(_is_testcase(block) for block in connection.atomic_blocks)
@@ -119,6 +134,19 @@ class ImmediateAtomic(Atomic):
             super().__enter__()
         finally:
             connection.transaction_mode = mode
+
+
+def adopt_locals() -> None:
+    """Have what asgiref's Locals hold in the current context, a language or a zone, seen in this thread.
+
+    For a context that was copied on purpose from another thread, as ``sync_to_async`` does it.
+    """
+    if _Tagged is None:
+        return
+    here = threading.get_ident()
+    for variable, value in contextvars.copy_context().items():
+        if type(value) is _Tagged and value.thread_id != here:
+            variable.set(_Tagged(here, value.data))
 
 
 def renew_connections() -> None:

@@ -73,6 +73,16 @@ def measured(call: Callable[[], Any]) -> Outcome:
     return Outcome(value=value, elapsed=time.monotonic() - started)
 
 
+def moved(context: contextvars.Context, call: Callable[[], T]) -> T:
+    """Call in a context that was copied in another thread."""
+
+    def adopted() -> T:
+        compat.adopt_locals()
+        return call()
+
+    return context.run(adopted)
+
+
 async def boxed(call: Callable[[], Any]) -> Outcome:
     """Await a call and return how it ended: a SystemExit let into a task would end the loop around it."""
     try:
@@ -105,6 +115,7 @@ class Call:
         self.is_async = is_async
         self._on_late = on_late
         self._tell = tell
+        self._executor = executor
         self._context = contextvars.copy_context()
         self._context.run(set_apart, executor)
         self._lock = threading.Lock()
@@ -130,12 +141,12 @@ class Call:
         return True
 
     def cancel(self) -> None:
-        """Have an async call cancelled."""
+        """Have an async call cancelled; once, so that what it awaits to clean up is not cut off too."""
         with self._lock:
-            self._cancelled = True
-            if self._running is not None:
+            if self._running is not None and not self._cancelled:
                 loop, task = self._running
-                loop.call_soon_threadsafe(task.cancel)
+                loop.call_soon_threadsafe(task.cancel, context=contextvars.Context())
+            self._cancelled = True
 
     def give_up(self) -> Outcome | None:
         """Leave the call behind, unless it has ended: then its outcome."""
@@ -145,9 +156,14 @@ class Call:
                 abandoned.change(1)
             return self.outcome
 
+    def forsake(self) -> None:
+        """If a cancelled sync_to_async has left its work under way, leave that behind."""
+        if isinstance(self._executor, Share):
+            self._executor.forsake()
+
     def _run(self) -> None:
         try:
-            outcome = self._context.run(self._in_loop if self.is_async else lambda: measured(self._call))
+            outcome = moved(self._context, self._in_loop if self.is_async else lambda: measured(self._call))
             if self._end(outcome):
                 self._on_late(outcome)
         finally:
@@ -263,16 +279,25 @@ class OwnThread(Executor):
         with self._lock:
             if self._closed:
                 raise RuntimeError("the flow's body has ended: what it left running gets no thread any more")
-            if self._work is None:
-                self._work = queue.SimpleQueue()
-                self._thread = threading.Thread(
-                    target=_serve, args=(self._work,), name="loom-sync", daemon=True
-                )
-                self._thread.start()
             self._open.add(future)
-            self._work.put(lambda: _resolve(future, lambda: fn(*args, **kwargs)))
+            self._put(lambda: _resolve(future, lambda: fn(*args, **kwargs)))
         future.add_done_callback(self._open.discard)
         return future
+
+    def _put(self, piece: Callable[[], None]) -> None:
+        if self._work is None:
+            self._work = queue.SimpleQueue()
+            self._thread = threading.Thread(target=_serve, args=(self._work,), name="loom-sync", daemon=True)
+            self._thread.start()
+        self._work.put(piece)
+
+    def _queued(self) -> list[Callable[[], None]]:
+        """Take out what has not begun: it is another call's, of a sibling branch."""
+        pieces: list[Callable[[], None]] = []
+        with contextlib.suppress(queue.Empty):
+            while self._work is not None and (piece := self._work.get_nowait()) is not None:
+                pieces.append(piece)
+        return pieces
 
     def renew(self) -> None:
         """Have broken connections of the thread dropped before its next work."""
@@ -285,9 +310,12 @@ class OwnThread(Executor):
         with self._lock:
             if self._work is not None and any(not future.done() for future in tuple(self._open)):
                 abandoned.change(1)
-                self._work.put(lambda: abandoned.change(-1))
-                self._work.put(None)
+                left, rest = self._work, self._queued()
+                left.put(lambda: abandoned.change(-1))
+                left.put(None)
                 self._work = self._thread = None
+                for piece in rest:
+                    self._put(piece)
 
     def close(self) -> None:
         """End the thread, and its connections with it; work that is stuck is left behind."""
@@ -298,6 +326,25 @@ class OwnThread(Executor):
                 self._work.put(None)
         if self._thread is not None:
             self._thread.join(_END)
+
+
+class Share(Executor):
+    """What one call has done in an :class:`OwnThread`, where calls of sibling branches work too."""
+
+    def __init__(self, own: OwnThread) -> None:
+        self._own = own
+        self._open: set[Future[Any]] = set()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future = self._own.submit(fn, *args, **kwargs)
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        return future
+
+    def forsake(self) -> None:
+        """Leave the thread behind if work of this call is under way in it."""
+        if any(not future.done() for future in tuple(self._open)):
+            self._own.forsake()
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:

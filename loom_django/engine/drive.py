@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from loom_django.engine import calls
-from loom_django.engine.calls import Call, Here, Outcome, OwnThread, abandoned, measured
+from loom_django.engine.calls import Call, Here, Outcome, OwnThread, Share, abandoned, measured
 from loom_django.engine.unwind import Unwind, Why
 
 __all__ = [
@@ -190,7 +190,7 @@ class Driver:
         self, command: Invoke, *, tell: Callable[[], None], post: Callable[[Callable[[], None]], None]
     ) -> Call:
         self._own.renew()
-        executor = Here(post) if self._here else self._own
+        executor = Here(post) if self._here else Share(self._own)
         return Call(
             command.call, is_async=command.is_async, on_late=command.on_late, executor=executor, tell=tell
         )
@@ -205,7 +205,7 @@ class Driver:
     def _ended(self, call: Call, outcome: Outcome | None, why: BaseException | None) -> Outcome:
         """What the waiting came to: an outcome that was there in time, or the reason to wait no longer."""
         self._call = None
-        self._own.forsake()  # a cancelled sync_to_async has left its work under way
+        call.forsake()
         cancelled = outcome is not None and isinstance(outcome.error, asyncio.CancelledError)
         if why is not None and (
             outcome is None or cancelled or isinstance(why, KeyboardInterrupt | SystemExit)

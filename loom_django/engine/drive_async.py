@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from loom_django.engine import calls
-from loom_django.engine.calls import Call, Here, boxed
+from loom_django.engine.calls import Call, Here, boxed, moved
 from loom_django.engine.drive import (
     Branch,
     Command,
@@ -299,7 +299,7 @@ class _AsyncBranchDriver(AsyncDriver):
 def answered(call: Callable[[], Any], context: contextvars.Context) -> Answer:
     """Make a call in the context of the task that asked for it."""
     try:
-        return context.run(call), None
+        return moved(context, call), None
     except BaseException as exc:
         return None, exc
 

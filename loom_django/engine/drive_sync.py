@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 from django.db import Error, connections
 
 from loom_django.compat import renew_connections
-from loom_django.engine.calls import measured
+from loom_django.engine.calls import measured, moved
 from loom_django.engine.drive import (
     Branch,
     Command,
@@ -170,7 +170,7 @@ class _Crew:
         for number in range(min(len(branches), MAX_BRANCH_THREADS)):
             context = contextvars.copy_context()
             thread = threading.Thread(
-                target=context.run, args=(self._work,), name=f"loom-branch-{number}", daemon=True
+                target=moved, args=(context, self._work), name=f"loom-branch-{number}", daemon=True
             )
             thread.start()
 

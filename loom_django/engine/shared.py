@@ -22,9 +22,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from django.db import Error
 
-from loom_django.compat import renew_connections
+from loom_django.compat import leave_transactions, renew_connections
 from loom_django.engine import calls
-from loom_django.engine.calls import Call, Outcome, abandoned, boxed, measured
+from loom_django.engine.calls import Call, Outcome, Share, abandoned, boxed, measured, moved
 from loom_django.engine.drive import Command, Invoke, Io, Steps, inside_body
 from loom_django.engine.drive_async import Answer, AsyncDriver, answered
 from loom_django.engine.threads import Threads
@@ -66,13 +66,22 @@ class _Scope:
         rest = self.rest()
         for task in rest:
             task.cancel()
-        _, rest = await asyncio.wait(rest, timeout=calls.CANCEL_GRACE)
+        if rest:  # they may have ended meanwhile
+            _, rest = await asyncio.wait(rest, timeout=calls.CANCEL_GRACE)
         if rest:
             abandoned.change(1)
             asyncio.gather(*rest, return_exceptions=True).add_done_callback(lambda _: abandoned.change(-1))
 
 
 _scope: contextvars.ContextVar[_Scope | None] = contextvars.ContextVar("loom_scope", default=None)
+
+
+class _Task(asyncio.Task[Any]):
+    """A task that is cancelled out of its own scope, or by the engine: asyncio.all_tasks() are those of all bodies."""
+
+    def cancel(self, msg: Any = None) -> bool:
+        scope = _scope.get()
+        return (scope is None or self in scope.tasks) and super().cancel(msg)
 
 
 class BodyLoop:
@@ -178,7 +187,7 @@ class BodyLoop:
         context: contextvars.Context | None = None,
         **more: Any,
     ) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, context=context, **more)
+        task = _Task(coroutine, loop=loop, context=context, **more)
         scope = _scope.get() if context is None else context.get(_scope)
         if scope is not None:
             scope.add(task)
@@ -232,13 +241,19 @@ def _line(frame: Any) -> str:
 
 
 class _Executor(ThreadPoolExecutor):
-    """Where asyncio.to_thread works: broken connections of its threads are dropped before their next work."""
+    """Where asyncio.to_thread works: no work finds connections that are broken, or in another one's transaction."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         def work() -> T:
             with suppress(Error):
                 renew_connections()
-            return fn(*args, **kwargs)
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                if leave_transactions():
+                    log.warning(
+                        "what a tool gave to asyncio.to_thread left a transaction open: it is rolled back"
+                    )
 
         return super().submit(work)
 
@@ -295,7 +310,7 @@ class _PlainCall(Call):
 
     def _work(self) -> None:
         with inside_body():
-            outcome = self._context.run(measured, self._call)
+            outcome = moved(self._context, partial(measured, self._call))
         if self._end(outcome):
             self._on_late(outcome)
         if self._given_up:
@@ -385,6 +400,8 @@ class SharedDriver(AsyncDriver):
             return await super()._beside(command)
         await self._kept(self._place.slots.acquire)
         try:
+            if self._interrupted:  # lost while it waited: another owner may have begun this tool
+                return Outcome(error=asyncio.CancelledError())
             return await super()._beside(command)
         finally:
             self._place.slots.release()
@@ -395,7 +412,11 @@ class SharedDriver(AsyncDriver):
         self._own.renew()
         kind = _TaskCall if command.is_async else _PlainCall
         call = kind(
-            command.call, is_async=command.is_async, on_late=command.on_late, executor=self._own, tell=tell
+            command.call,
+            is_async=command.is_async,
+            on_late=command.on_late,
+            executor=Share(self._own),
+            tell=tell,
         )
         call.place = self._place
         if isinstance(call, _TaskCall):

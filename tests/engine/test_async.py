@@ -15,6 +15,7 @@ from asgiref.sync import ThreadSensitiveContext, async_to_sync, sync_to_async
 from django.contrib.auth.models import User
 from django.db import connection, connections
 from django.test import TestCase
+from django.utils import timezone, translation
 
 from loom_django import AsyncFlowContext, FlowContext, StepContext, StepFailed, definitions, flow, tool
 from loom_django.engine import calls
@@ -640,6 +641,45 @@ def test_tools_see_the_bodys_context_variables(world: World) -> None:
     assert body.start().result() == ["acme"] * 3
     assert abody.start().result() == ["acme"] * 3
     assert tenant.get() == "nobody"
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tools_see_the_language_and_the_zone_of_the_body(world: World, is_async: bool) -> None:
+    """In whatever thread they run; Django keeps both by thread."""
+
+    def seen() -> str:
+        return f"{translation.get_language()} {timezone.get_current_timezone_name()}"
+
+    @tool
+    def plain_tool(ctx: StepContext) -> str:
+        return seen()
+
+    @tool(timeout=30)
+    def timed_tool(ctx: StepContext) -> str:
+        return seen()
+
+    @tool
+    async def async_tool(ctx: StepContext) -> str:
+        return seen()
+
+    tools = [plain_tool, timed_tool, async_tool]
+
+    @flow("t.local", steps=tools)
+    def body(ctx: FlowContext) -> list[str]:
+        with translation.override("de"), timezone.override("Asia/Tokyo"):
+            side = ctx.parallel({each.name: each.bind() for each in tools})
+            return [*side.values(), *(ctx.run(each) for each in tools)]
+
+    @flow("t.alocal", steps=tools)
+    async def abody(ctx: AsyncFlowContext) -> list[str]:
+        with translation.override("de"), timezone.override("Asia/Tokyo"):
+            side = await ctx.parallel({each.name: each.bind() for each in tools})
+            return [*side.values(), *[await ctx.run(each) for each in tools]]
+
+    before = seen()
+    chosen: Any = abody if is_async else body
+    assert in_thread(chosen.start).result() == ["de Asia/Tokyo"] * 6
+    assert seen() == before
 
 
 in_database = pytest.mark.parametrize(
