@@ -854,8 +854,12 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
         seen = seen.__cause__ or seen.__context__
 
 
-def row_of(commit: Commit) -> dict[str, Any]:
-    """The columns of ``loom_execution`` that are told by the log and by the start, instants as datetimes."""
+def row_of(commit: Commit, instant: Callable[[int], Any] | None = None) -> dict[str, Any]:
+    """The columns of ``loom_execution`` that are told by the log and by the start.
+
+    What the log tells in microseconds is given as ``instant`` makes it, by default as a datetime, like the others.
+    """
+    instant = instant or from_micros
     told, new = commit.projection, commit.new
     row: dict[str, Any] = {
         "flow_id": told.flow_id,
@@ -864,9 +868,9 @@ def row_of(commit: Commit) -> dict[str, Any]:
         "last_sequence": told.last_sequence,
         "flow_hash": told.flow_hash,
         "code_hash": told.code_hash,
-        "created_at": from_micros(told.created_at),
-        "updated_at": from_micros(told.updated_at),
-        "finished_at": from_micros(told.finished_at) if told.finished_at else None,
+        "created_at": instant(told.created_at),
+        "updated_at": instant(told.updated_at),
+        "finished_at": instant(told.finished_at) if told.finished_at else None,
         "current_step": told.current_step,
         "in_doubt": told.in_doubt,
         "waits": told.waits,

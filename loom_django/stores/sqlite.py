@@ -1,7 +1,8 @@
 """The store over SQLite: every change is one transaction that takes the write lock at its beginning.
 
-One writer at a time makes all checks exact, so a commit is looked at first and written after; fences hold
-here too, because a web process and a worker share the file. A writer that finds the file locked tries again,
+One writer at a time makes all checks exact: the update of an execution's row says what must be so for its commit to
+land, and only a commit that is unlike most, or meets something, is looked at first. Fences hold here too, because a
+web process and a worker share the file. A writer that finds the file locked tries again,
 also when the lock is met at COMMIT: nothing has landed then.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from django.db import Error, OperationalError
@@ -26,6 +27,7 @@ from loom_django.stores.base import Commit, Due, Known
 from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import (
+    EPOCH,
     Backoff,
     Row,
     SqlStore,
@@ -81,21 +83,38 @@ _OWNER: Final = ("ready_at", "lease_owner", "lease_token", "lease_until")
 # execution that is moved to another flow is the exception, and told of by itself.
 _MOVES: Final = tuple(name for name in _TOLD if name not in ("flow_id", "created_at"))
 
+_EPOCH: Final = EPOCH.replace(tzinfo=None)
+
 # Events in one statement.
 EVENTS_AT_ONCE: Final = 8
 
+_EVENT: Final = ("id", "sequence", "kind", "body", "fence", "writer", "kernel")
+
+# What an append without a look is sure of: the log ends before it, and the token is its own.
+_FREE: Final = """
+    where id = %(id)s and flow_id = %(flow_id)s
+    and (select coalesce(max(sequence), 0) from loom_event where execution_id = %(id)s) = %(before)s
+    and coalesce((select token from loom_fence where execution_id = %(id)s), 0) in (0, %(fence)s)
+"""
+# What only a park and its answer change; what is left out of an update must be as it is said to be.
+_STEADY: Final = ("in_doubt", "waiting_on")
+_AND_STEADY: Final = "and in_doubt = %(in_doubt)s and waiting_on = %(waiting_on)s"
+
 
 def _events(count: int) -> Statement:
-    columns = ("sequence", "kind", "body", "fence", "writer", "kernel")
-    rows = [", ".join(f"%({column}_{place})s" for column in columns) for place in range(count)]
+    rows = [", ".join(f"%({column}_{place})s" for column in _EVENT) for place in range(count)]
     return Statement(
         f"events_{count}",
-        "Rows of the log.",
+        "Rows of logs.",
         f"""
         insert into loom_event (execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at)
-        values {", ".join(f"(%(id)s, {row}, $now)" for row in rows)}
+        values {", ".join(f"({row}, $now)" for row in rows)}
         """,
     )
+
+
+def _update(columns: Sequence[str]) -> str:
+    return f"update loom_execution set {', '.join(f'{name} = %({name})s' for name in columns)}"
 
 
 OWN: Final = named(
@@ -120,31 +139,53 @@ OWN: Final = named(
         "The projection's row at its start, or of a log that had lost it.",
         f"""
         insert into loom_execution (id, {", ".join((*_TOLD, *_DECIDED, *_OWNER))})
-        values (%(id)s, {", ".join(f"%({name})s" for name in (*_TOLD, *_DECIDED, *_OWNER))})
+        select %(id)s, {", ".join(f"%({name})s" for name in (*_TOLD, *_DECIDED, *_OWNER))}
+        where %(looked)s or not (
+            exists (select 1 from loom_event where execution_id = %(id)s)
+            or exists (select 1 from loom_fence where execution_id = %(id)s and token > 0)
+        )
         """,
     ),
     Statement(
         "tell_more",
         "The projection after more events; status and owner stay.",
-        f"""
-        update loom_execution set {", ".join(f"{name} = %({name})s" for name in _MOVES if name != "status")}
-        where id = %(id)s
-        """,
+        f"{_update([name for name in _MOVES if name != 'status'])} where id = %(id)s",
     ),
     Statement(
         "tell",
         "The projection after more events; its owner stays.",
-        f"""
-        update loom_execution set {", ".join(f"{name} = %({name})s" for name in _MOVES)} where id = %(id)s
-        """,
+        f"{_update(_MOVES)} where id = %(id)s",
     ),
     Statement(
         "tell_and_own",
         "The projection after more events, and who owns the execution then.",
+        f"{_update((*_MOVES, *_OWNER))} where id = %(id)s",
+    ),
+    Statement(
+        "go_on",
+        "More events of one that is under way, if nothing stands in the way.",
         f"""
-        update loom_execution set {", ".join(f"{name} = %({name})s" for name in (*_MOVES, *_OWNER))}
-        where id = %(id)s
+        {_update([name for name in _MOVES if name not in ("status", "finished_at", *_STEADY)])}
+        {_FREE} {_AND_STEADY} and status = %(status)s
         """,
+    ),
+    Statement(
+        "set_going",
+        "The first events behind a start, if nothing stands in the way.",
+        f"""
+        {_update([name for name in _MOVES if name not in ("finished_at", *_STEADY)])}
+        {_FREE} {_AND_STEADY}
+        """,
+    ),
+    Statement(
+        "end",
+        "An end, if nothing stands in the way.",
+        f"{_update([name for name in (*_MOVES, *_OWNER) if name not in _STEADY])} {_FREE} {_AND_STEADY}",
+    ),
+    Statement(
+        "hand_over",
+        "More events and another owner, or none, if nothing stands in the way.",
+        f"{_update((*_MOVES, *_OWNER))} {_FREE}",
     ),
     Statement(
         "ensure_fence",
@@ -291,10 +332,6 @@ OWN: Final = named(
 )
 
 
-# Runs a statement by its name, in an open transaction.
-_Send = Callable[[str, Mapping[str, Any]], list[Row]]
-
-
 class _Look(NamedTuple):
     """What is there before a commit; None for what is not."""
 
@@ -310,15 +347,63 @@ class _Prepared:
     """A statement in both forms, and which of its parameters this store fills in."""
 
     watched: str  # for Django's cursor
-    direct: str  # for sqlite3's own
+    direct: str  # for sqlite3's own, which binds by number in a third of the time that names take
+    names: tuple[str, ...]  # of the numbers
     wants_now: bool
     seconds: tuple[str, ...]
 
+    def bound(self, parameters: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple([parameters[name] for name in self.names])
+
 
 def _prepare(statement: Statement) -> _Prepared:
-    direct = re.sub(r"%\((\w+)\)s", r":\1", statement.sql)
-    seconds = tuple(name for name in _SECONDS if f"%({name})s" in statement.sql)
-    return _Prepared(statement.sql, direct, "%(now)s" in statement.sql, seconds)
+    names = tuple(dict.fromkeys(re.findall(r"%\((\w+)\)s", statement.sql)))
+    direct = re.sub(r"%\((\w+)\)s", lambda found: f"?{names.index(found[1]) + 1}", statement.sql)
+    seconds = tuple(name for name in names if name in _SECONDS)
+    return _Prepared(statement.sql, direct, names, "now" in names, seconds)
+
+
+@cache
+def _command(text: str) -> _Prepared:
+    return _Prepared(text, text, (), False, ())
+
+
+class _Sender:
+    """The shortest way of a statement to the file, in a transaction that has begun: instants are text already, who
+    watches is looked up once, and the driver's errors are left to whoever began it."""
+
+    __slots__ = ("_connection", "_driver", "_prepared")
+
+    def __init__(self, connection: Any, prepared: Mapping[str, _Prepared]) -> None:
+        self._connection = connection
+        self._driver = None if _is_watched(connection) else connection.connection
+        self._prepared = prepared
+
+    def rows(self, name: str, bound: Mapping[str, Any]) -> list[Row]:
+        prepared = self._prepared[name]
+        if self._driver is None:
+            return _watched(self._connection, prepared, bound)[0]
+        rows: list[Row] = self._driver.execute(prepared.direct, prepared.bound(bound)).fetchall()
+        return rows
+
+    def change(self, name: str, bound: Mapping[str, Any]) -> int:
+        """How many rows it changed."""
+        prepared = self._prepared[name]
+        if self._driver is None:
+            return _watched(self._connection, prepared, bound)[1]
+        count: int = self._driver.execute(prepared.direct, prepared.bound(bound)).rowcount
+        return count
+
+
+def _is_watched(connection: Any) -> bool:
+    return bool(connection.queries_logged or connection.execute_wrappers)
+
+
+def _watched(connection: Any, prepared: _Prepared, parameters: Mapping[str, Any]) -> tuple[list[Row], int]:
+    """The rows that it gives, and how many it changed."""
+    with connection.cursor() as cursor:
+        cursor.execute(prepared.watched, parameters or None)
+        return list(cursor.fetchall()) if cursor.description else [], cursor.rowcount
 
 
 class SqliteStore(SqlStore):
@@ -346,46 +431,26 @@ class SqliteStore(SqlStore):
         connection = self.connection
         if compat.begun_by_hand(connection) or compat.open_transaction(connection):
             try:
-                return self._execute(connection, prepared.direct, prepared.watched, bound)
+                return self._execute(connection, prepared, bound)
             except Error:
                 compat.mark_if_rolled_back(connection)
                 raise
-        return self._patiently(lambda: self._execute(connection, prepared.direct, prepared.watched, bound))
+        return self._patiently(lambda: self._execute(connection, prepared, bound))
 
-    def _execute(
-        self, connection: Any, direct: str, watched: str, parameters: Mapping[str, Any]
-    ) -> list[Row]:
+    def _execute(self, connection: Any, prepared: _Prepared, parameters: Mapping[str, Any]) -> list[Row]:
         connection.ensure_connection()
         if connection.in_atomic_block:
             connection.validate_no_broken_transaction()
-        if connection.queries_logged or connection.execute_wrappers:
-            with connection.cursor() as cursor:
-                cursor.execute(watched, parameters or None)
-                seen: list[Row] = list(cursor.fetchall()) if cursor.description else []
-                return seen
+        if _is_watched(connection):
+            return _watched(connection, prepared, parameters)[0]
         with connection.wrap_database_errors:
-            rows: list[Row] = list(connection.connection.execute(direct, parameters))
+            rows: list[Row] = connection.connection.execute(
+                prepared.direct, prepared.bound(parameters)
+            ).fetchall()
             return rows
 
-    def _sender(self) -> _Send:
-        """The shortest way of a statement to the file, for the transaction that has just begun: instants are text
-        already, and who watches is looked up once."""
-        connection, prepared = self.connection, self._prepared
-        if connection.queries_logged or connection.execute_wrappers:
-            return lambda name, bound: self._execute(
-                connection, prepared[name].direct, prepared[name].watched, bound
-            )
-        driver, wrap = connection.connection, connection.wrap_database_errors
-
-        def send(name: str, bound: Mapping[str, Any]) -> list[Row]:
-            with wrap:
-                rows: list[Row] = driver.execute(prepared[name].direct, bound).fetchall()
-                return rows
-
-        return send
-
     def _say(self, command: str) -> None:
-        self._execute(self.connection, command, command, {})
+        self._execute(self.connection, _command(command), {})
 
     def _patiently(self, work: Callable[[], _T], patience: float | None = None) -> _T:
         """Do a piece of work that is one transaction, again for as long as the file is locked.
@@ -417,8 +482,9 @@ class SqliteStore(SqlStore):
 
     def _atomically(self, work: Callable[[], _T], patience: float | None = None) -> _T:
         """Do all of it or nothing: in a transaction of its own, or behind a savepoint in a caller's."""
-        if compat.open_transaction(self.connection):
-            if not self.connection.connection.in_transaction:
+        connection = self.connection
+        if compat.open_transaction(connection):
+            if not connection.connection.in_transaction:
                 # Autocommit is off, nothing was written yet: releasing an outermost savepoint would commit.
                 self._say("begin")
             begin, commit = "savepoint loom", "release savepoint loom"
@@ -450,8 +516,9 @@ class SqliteStore(SqlStore):
 
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
         def land() -> list[Exception | None]:
-            send = self._sender()
-            return [self._land_one(commit, send) for commit in commits]
+            connection = self.connection
+            with connection.wrap_database_errors:
+                return self._land_all(commits, _Sender(connection, self._prepared))
 
         try:
             return self._atomically(land, self._patience(commits))
@@ -463,17 +530,32 @@ class SqliteStore(SqlStore):
                 return [self._land([commit])[0] for commit in commits]
             return [error]
 
-    def _land_one(self, commit: Commit, send: _Send) -> Exception | None:
-        """Look, then write; under the write lock nothing can come between."""
+    def _land_all(self, commits: Sequence[Commit], to: _Sender) -> list[Exception | None]:
+        """Under the write lock nothing can come between what is found and what is written."""
+        now = self.now()
+        outcomes: list[Exception | None] = []
+        events: list[Event] = []
+        for commit in commits:
+            if not (_write_row_if_free(commit, now, to) or self._look_and_write_rows(commit, now, to)):
+                outcomes.append(self._refusal(commit))
+                continue
+            for member in (commit, *commit.also):
+                events += member.events
+                _write_rest(member, now, to)
+            outcomes.append(None)
+        _write_events(events, now, to)
+        return outcomes
+
+    def _look_and_write_rows(self, commit: Commit, now: datetime, to: _Sender) -> bool:
+        """The rows of a commit and of those with it; False, and nothing written, if something is in its way."""
         members = (commit, *commit.also)
-        looks = [_look(member, send) for member in members]
+        looks = [_look(member, to) for member in members]
         for member, look in zip(members, looks, strict=True):
             if self._in_the_way(member, look.token, look.wakes, look.last) is not None:
-                return self._refusal(commit)
-        now = self.now()
+                return False
         for member, look in zip(members, looks, strict=True):
-            _write(member, look, now, send)
-        return None
+            _write_row(member, look, now, to)
+        return True
 
     # The rest that SQLite does in its own way.
 
@@ -552,65 +634,89 @@ class SqliteStore(SqlStore):
             yield
 
 
-def _look(commit: Commit, send: _Send) -> _Look:
+def _look(commit: Commit, to: _Sender) -> _Look:
     key = commit.execution_id
-    return _Look(*send("look", {"id": key, "wakes_of": commit.wakes_of or key})[0])
+    return _Look(*to.rows("look", {"id": key, "wakes_of": commit.wakes_of or key})[0])
 
 
-def _write(commit: Commit, look: _Look, now: datetime, send: _Send) -> None:
+def _write_row_if_free(commit: Commit, now: datetime, to: _Sender) -> bool:
+    """The row of a commit that is as most are; False, and nothing written, if one has to look first."""
+    if commit.also or commit.wakes is not None:
+        return False
+    row = _row(commit)
+    ends = row["finished_at"] is not None
+    if commit.new is not None:
+        name = "new_row"
+        row |= {"looked": 0, **_owned(commit, now)}
+    elif commit.unguarded:
+        return False
+    elif commit.ownership.mode != "keep":
+        name = "end" if ends else "hand_over"
+        row |= _owned(commit, now)
+    elif ends:
+        return False
+    else:
+        name = "set_going" if commit.first_sequence == 2 else "go_on"
+    row["before"], row["fence"] = commit.first_sequence - 1, commit.fence
+    return to.change(name, row) == 1
+
+
+def _write_row(commit: Commit, look: _Look, now: datetime, to: _Sender) -> None:
+    row = _row(commit)
+    row["looked"] = 1
+    if commit.new is not None:
+        if look.token:
+            to.change("move_fence", row)
+        to.change("new_row", row | _owned(commit, now))
+    elif look.status is None:
+        to.change("new_row", {**_LOST, "chain": commit.execution_id, **row, **_owned(commit, now)})
+    elif commit.ownership.mode != "keep":
+        to.change("tell_and_own", row | _owned(commit, now))
+    else:
+        to.change("tell_more" if look.status == row["status"] else "tell", row)
+    if look.flow_id not in (None, row["flow_id"]):
+        to.change("move", row)
+
+
+def _write_rest(commit: Commit, now: datetime, to: _Sender) -> None:
     key = commit.execution_id
-    if commit.new is not None and look.token:
-        send("move_fence", {"id": key})
     if commit.parks:
         for row in {key, commit.wakes_of or key}:
-            send("ensure_fence", {"id": row})
+            to.change("ensure_fence", {"id": row})
     for woken in commit.wake:
-        send("wake", {"id": woken})
-        send("owe_redrive", {"id": woken, "now": _text(now)})
-    for start in range(0, len(commit.events), EVENTS_AT_ONCE):
-        _write_events(key, commit.events[start : start + EVENTS_AT_ONCE], now, send)
-    _write_row(commit, look, now, send)
-    _write_timers(commit, send)
-    for number in commit.messages:
-        send("take", {"number": number})
-
-
-def _write_events(key: str, events: Sequence[Event], now: datetime, send: _Send) -> None:
-    names: dict[str, Any] = {"id": key, "now": _text(now)}
-    for place, event in enumerate(events):
-        names[f"sequence_{place}"] = event.sequence
-        names[f"kind_{place}"] = str(event.kind)
-        names[f"body_{place}"] = event.body
-        names[f"fence_{place}"] = event.fence
-        names[f"writer_{place}"] = event.writer
-        names[f"kernel_{place}"] = event.is_kernel
-    send(f"events_{len(events)}", names)
-
-
-def _write_row(commit: Commit, look: _Look, now: datetime, send: _Send) -> None:
-    row = _texts({"id": commit.execution_id, **row_of(commit)})
-    if commit.new is not None:
-        send("new_row", row | _texts(_owned(commit, now)))
-    elif look.status is None:
-        lost = {**_LOST, "chain": commit.execution_id}
-        send("new_row", lost | row | _texts(_owned(commit, now)))
-    elif commit.ownership.mode != "keep":
-        send("tell_and_own", row | _texts(_owned(commit, now)))
-    else:
-        send("tell_more" if look.status == row["status"] else "tell", row)
-    if look.flow_id not in (None, row["flow_id"]):
-        send("move", row)
-
-
-def _write_timers(commit: Commit, send: _Send) -> None:
-    key = commit.execution_id
+        to.change("wake", {"id": woken})
+        to.change("owe_redrive", {"id": woken, "now": _text(now)})
     off = timers_off(commit)
     if off is None:
-        send("delete_timers", {"id": key})
+        to.change("delete_timers", {"id": key})
     for wake_at in off or ():
-        send("drop_plain", {"id": key, "wake_at": _text(wake_at)})
+        to.change("drop_plain", {"id": key, "wake_at": _text(wake_at)})
     for timer in commit.timers:
-        send("schedule", _texts({"id": timer.execution_id, **timer_row(timer)}))
+        to.change("schedule", _texts({"id": timer.execution_id, **timer_row(timer)}))
+    for number in commit.messages:
+        to.change("take", {"number": number})
+
+
+def _write_events(events: Sequence[Event], now: datetime, to: _Sender) -> None:
+    written = _text(now)
+    for start in range(0, len(events), EVENTS_AT_ONCE):
+        some = events[start : start + EVENTS_AT_ONCE]
+        names: dict[str, Any] = {"now": written}
+        for place, event in enumerate(some):
+            names[f"id_{place}"] = event.execution_id
+            names[f"sequence_{place}"] = event.sequence
+            names[f"kind_{place}"] = str(event.kind)
+            names[f"body_{place}"] = event.body
+            names[f"fence_{place}"] = event.fence
+            names[f"writer_{place}"] = event.writer
+            names[f"kernel_{place}"] = int(event.is_kernel)  # a bool is bound in ten times the time
+        to.change(f"events_{len(some)}", names)
+
+
+def _row(commit: Commit) -> dict[str, Any]:
+    row = row_of(commit, _text_of_micros)
+    row["id"] = commit.execution_id
+    return row if commit.new is None else _texts(row)
 
 
 # What stands in a row of a log that had lost it.
@@ -633,11 +739,11 @@ def _owned(commit: Commit, now: datetime) -> dict[str, Any]:
     row: dict[str, Any] = dict.fromkeys(_OWNER)
     row["lease_owner"] = own.owner if own.mode == "held" else ""
     if own.mode == "held":
-        row |= {"lease_token": own.token, "lease_until": now + timedelta(seconds=own.ttl)}
+        row |= {"lease_token": own.token, "lease_until": _text(now + timedelta(seconds=own.ttl))}
     elif own.mode == "ready":
-        row["ready_at"] = own.at or now
+        row["ready_at"] = _text(own.at or now)
     elif own.mode == "keep" and commit.projection.status in (Status.PENDING, Status.RUNNING):
-        row["ready_at"] = now  # of a lost row only: somebody is to run it
+        row["ready_at"] = _text(now)  # of a lost row only: somebody is to run it
     return row
 
 
@@ -650,6 +756,10 @@ def _text(instant: datetime) -> str:
     if instant.tzinfo is not UTC:
         instant = instant.astimezone(UTC)
     return str(instant.replace(tzinfo=None))
+
+
+def _text_of_micros(micros: int) -> str:
+    return str(_EPOCH + timedelta(microseconds=micros))
 
 
 def _is_locked(error: BaseException) -> bool:

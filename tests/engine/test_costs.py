@@ -60,18 +60,18 @@ POSTGRESQL = {
 }
 # Statements, transactions' begin and commit among them.
 SQLITE = {
-    "execution, unfenced": 16,
-    "execution, fenced": 17,
-    "park/resume, unfenced": 29,
-    "park/resume, acquire_fence": 30,
-    "park/resume, fence_if_parked_at": 34,
-    "resume alone, unfenced": 13,
-    "resume alone, acquire_fence": 14,
-    "resume alone, fence_if_parked_at": 18,
-    "execution, 5 steps": 36,
-    "execution, 20 steps": 111,
-    "execution, 100 steps": 511,
-    "execution, a transactional step": 23,
+    "execution, unfenced": 13,
+    "execution, fenced": 14,
+    "park/resume, unfenced": 24,
+    "park/resume, acquire_fence": 25,
+    "park/resume, fence_if_parked_at": 29,
+    "resume alone, unfenced": 11,
+    "resume alone, acquire_fence": 12,
+    "resume alone, fence_if_parked_at": 16,
+    "execution, 5 steps": 29,
+    "execution, 20 steps": 89,
+    "execution, 100 steps": 409,
+    "execution, a transactional step": 19,
 }
 # Bytes of those statements with their values, at most.
 SQLITE_BYTES = {
