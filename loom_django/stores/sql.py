@@ -350,9 +350,7 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def acquire_fences_at(self, looks: Sequence[Look]) -> dict[str, Taken]:
         if not looks:
             return {}
-        joined = compat.open_transaction(self.connection)
-        with self.transaction():
-            self._see_each_commit("acquire_fences_at", joined=joined)
+        with self._seeing_each_commit("acquire_fences_at"):
             ids = {"ids": dumps(sorted(look.execution_id for look in looks))}
             self._run("make_fences", ids)
             # The locks in a statement of their own: what was committed before them is seen by the next one.
@@ -434,20 +432,31 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def _under_fence(self, execution_id: str, call: str | None, *others: str) -> Iterator[int]:
         """A transaction that holds an execution's fence row, and those of others; gives the token.
 
-        Each statement in it sees what is committed by then, so what the lock waited for is seen as well. Without
-        a ``call`` to be refused, a caller's transaction may read from one snapshot: a row that has changed since
-        is an error there.
+        What the lock waited for is seen as well; in a caller's transaction that reads from one snapshot, a row that
+        has changed since is an error.
         """
-        joined = compat.open_transaction(self.connection)
-        with self.transaction():
-            if call is not None or not joined:
-                self._see_each_commit(call or "", joined=joined)
+        with self._seeing_each_commit(call):
             rows = {key: self._run("hold_fence", {"id": key})[0] for key in sorted({execution_id, *others})}
             yield rows[execution_id][0]
 
+    @contextmanager
+    def _seeing_each_commit(self, call: str | None) -> Iterator[None]:
+        """A transaction of the store's own, or behind a savepoint in a caller's, whose statements see what is
+        committed by then; without a ``call`` to be refused, a caller's may read from one snapshot."""
+        joined = compat.open_transaction(self.connection)
+        if joined and call is not None:
+            self._see_each_commit(
+                call, joined=True
+            )  # before a block of the store's own looks like a caller's
+        with self.transaction():
+            if not joined:
+                self._see_each_commit("", joined=False)
+            yield
+
     @abstractmethod
     def _see_each_commit(self, call: str, *, joined: bool) -> None:
-        """Have each statement of the open transaction read from a snapshot of its own.
+        """Have each statement of the open transaction read from a snapshot of its own; with ``joined``, see that
+        it does.
 
         Raises:
             OpenTransactionError: the transaction is a caller's, and reads from one snapshot.
@@ -609,9 +618,7 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     @contextmanager
     def _under_queue(self, queue: str, call: str) -> Iterator[None]:
         """A transaction in which nobody else claims of that queue, and all earlier claims of it are seen."""
-        joined = compat.open_transaction(self.connection)
-        with self.transaction():
-            self._see_each_commit(call, joined=joined)
+        with self._seeing_each_commit(call):
             self._run("hold_queue", {"queue": queue})
             yield
 

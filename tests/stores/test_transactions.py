@@ -11,7 +11,9 @@ from django.test import TestCase
 
 from loom_django.stores import store_for
 from loom_django.testing.conformance import Log, StoreConformance, held_by
+from tests.crash.kit import only_postgresql
 from tests.shop.models import Order
+from tests.stores.rivals import database_default
 
 
 class OverDjango(StoreConformance):
@@ -59,6 +61,16 @@ class InATestCase(OverDjango, TestCase):
         assert self.store.claim_due(limit=9, hold=1, known=self.known, redrive=True)
         self.store.append(log.end(fence=claimed.fence))
         assert self.store.delete_execution(log.id)
+
+
+@only_postgresql
+class InATestCaseOfOneSnapshot(InATestCase):
+    """The same where the server's default is stricter: nobody else can commit what a TestCase would have to see."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.enterClassContext(database_default("default_transaction_isolation", "serializable"))
+        super().setUpClass()
 
 
 @pytest.mark.django_db(transaction=True)
