@@ -232,11 +232,22 @@ def recording(store: Any) -> Iterator[dict[str, Appends]]:
         for one in (commit, *commit.also):
             appends[one.execution_id].append([(str(event.kind), event.body) for event in one.events])
 
-    store.append = append
+    def append_shared(commits: Sequence[Any]) -> list[Exception | None]:
+        return [_refusal(append, commit) for commit in commits]
+
+    store.append, store.append_shared = append, append_shared
     try:
         yield appends
     finally:
-        del store.append
+        del store.append, store.append_shared
+
+
+def _refusal(append: Callable[[Any], None], commit: Any) -> Exception | None:
+    try:
+        append(commit)
+    except Exception as refused:
+        return refused
+    return None
 
 
 def shape_of(bench: Bench, whole: Whole, level: int) -> Appends:

@@ -24,7 +24,6 @@ from loom_django.errors import (
     ExecutionCancelledError,
     ExecutionFailedError,
     ExecutionNotFoundError,
-    FlowDivergenceError,
     FlowNotFoundError,
     InvalidInputError,
     OpenTransactionError,
@@ -259,6 +258,8 @@ class Loom:
     def engine(self) -> Engine:
         """The engine, for the services around it."""
         if self._engine is None:
+            from loom_django.services.announce import announce, flow_diverged, tells
+
             store = self._given_store or store_for(conf.get_settings().DATABASE)
             keeper = self._given_keeper or LeaseKeeper(store, conf.get_settings)
             ring = Notifier(store, conf.get_settings).ring
@@ -267,8 +268,9 @@ class Loom:
                 conf.get_settings,
                 registry,
                 keeper,
-                announce=_announce,
-                diverged=_diverged,
+                announce=announce,
+                tells=tells,
+                diverged=flow_diverged,
                 ring=ring,
                 started=lambda execution_id: self.dispatcher.dispatch(execution_id, Ticket(READY), None),
                 woken=lambda execution_id: look_now(self.engine, lambda: self.dispatcher, execution_id),
@@ -888,18 +890,6 @@ class Loom:
     async def aparked_at_sequence(self, execution_id: str, /) -> int | None:
         """:meth:`parked_at_sequence`, awaited."""
         return await sync_to_async(self.parked_at_sequence)(execution_id)
-
-
-def _announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
-    from loom_django.services.announce import announce
-
-    announce(flow_id, version, events)
-
-
-def _diverged(flow_id: str, version: int, sequence: int, error: FlowDivergenceError) -> None:
-    from loom_django.services.announce import flow_diverged
-
-    flow_diverged(flow_id, version, sequence, error)
 
 
 loom = Loom()

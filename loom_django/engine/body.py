@@ -28,7 +28,17 @@ from loom_django.definitions import Flow, Tool
 from loom_django.engine import kept, snapshots, steps
 from loom_django.engine.core import Engine, from_micros, to_micros
 from loom_django.engine.doubt import doubt_waits, park_fields, record_doubts, with_open_doubts
-from loom_django.engine.drive import Driver, Enter, Invoke, Io, Outcome, Steps
+from loom_django.engine.drive import (
+    Driver,
+    Enter,
+    Invoke,
+    Io,
+    Land,
+    Landing,
+    Outcome,
+    Steps,
+    carried_out,
+)
 from loom_django.engine.journal import LOST, Journal
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
@@ -343,11 +353,14 @@ class Body:
     # Writing.
 
     def land(self, **what: Any) -> None:
+        """:meth:`landing`, in this thread."""
+        carried_out(self.landing(**what))
+
+    def landing(self, **what: Any) -> Landing[None]:
         """Make the kept facts durable, or stop the body."""
         try:
-            self.journal.land(
-                **what
-            )  # a lease may be over: whether the append still holds is the store's to say
+            # A lease may be over: whether the append still holds is the store's to say.
+            yield from self.journal.landing(**what)
         except WakesMoved:
             raise
         except LOST as exc:
@@ -522,7 +535,7 @@ class Body:
             taken = yield Io(lambda: self._take_message(wait_id, name))
             if taken:
                 if self.deferred:
-                    yield Io(self.land)  # a message that was taken must not come again after an effect
+                    yield Land(self.landing)  # a message that was taken must not come again after an effect
                 return self.take(self.journal.fold.waits[wait_id], live=True)
             # A message that came since the look refuses the park: the body looks again.
             yield from self._park(Wait(wait_id, ON_MESSAGE, name, wake_at), wakes=wakes)
@@ -535,10 +548,10 @@ class Body:
             wakes = yield Io(self.wakes)
             if (yield Io(lambda: self._take_kept(wait))):
                 if self.deferred:
-                    yield Io(self.land)
+                    yield Land(self.landing)
                 return self.journal.fold.waits[wait.id]
             # An answer that came since the look refuses the park: the body looks again.
-            yield Io(partial(self.park, reason, [wait], wakes=wakes))
+            yield Land(partial(self.park, reason, [wait], wakes=wakes))
 
     def _take_kept(self, wait: Wait) -> bool:
         known = self._find_wait(wait.id)
@@ -678,7 +691,7 @@ class Body:
     def _park(self, wait: Wait, *, wakes: int | None = None) -> Steps[None]:
         """Park on one wait; returns only if a wake moved meanwhile."""
         yield from self.before_park([wait])
-        yield Io(lambda: self.park("waiting", [wait], wakes=wakes))
+        yield Land(lambda: self.park("waiting", [wait], wakes=wakes))
 
     # Divergence: points that a body may not pass unnoticed which skips what its log holds.
 
@@ -721,12 +734,12 @@ class Body:
             skipped = watch.skipped_in(scope) if self.path else watch.skipped()
             yield from self._compare(skipped, f"the end of branch {branch!r}, which has failed before")
 
-    def before_end(self) -> None:
+    def before_end(self) -> Landing[None]:
         """The body has returned."""
         if (watch := self.shared.watch) is not None and (skipped := watch.skipped()):
             code = inspect.unwrap(self.flow.func).__code__
             line = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-            self._diverge(skipped, "the end of the flow", line)
+            yield Io(partial(self._diverge, skipped, "the end of the flow", line))
 
     def _compare(self, skipped: tuple[str, ...], seen: str) -> Steps[None]:
         if skipped:
@@ -753,7 +766,7 @@ class Body:
         *,
         wakes: int | None = None,
         error: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Landing[None]:
         """Write the park with everything that can end it, and leave the body.
 
         Returns only if ``wakes`` moved: then nothing was written.
@@ -766,20 +779,21 @@ class Body:
         )
         self.journal.record(Kind.EXECUTION_SUSPENDED, park_fields(reason, waits, error))
         try:
-            self.land(ownership=NOBODY, timers=timers, wakes=wakes)
+            yield from self.landing(ownership=NOBODY, timers=timers, wakes=wakes)
         except WakesMoved:
-            self.ask_store(lambda: self.journal.rebase(self.journal.kept[:-1]))
+            yield Io(lambda: self.ask_store(lambda: self.journal.rebase(self.journal.kept[:-1])))
             return
         self.engine.watch.remember(self.journal.fold, self.journal.writer)
-        snapshots.take(self.journal)
+        if snapshots.due(self.journal):
+            yield Io(partial(snapshots.take, self.journal))
         # Whatever was said meanwhile by others (misuse in another task): the park has landed, and is the end.
         self.sealed, self.misuse = Unwind(Why.PARKED), None
         raise self.sealed
 
-    def park_in_doubt(self, doubts: list[Frame], cause: str) -> None:
+    def park_in_doubt(self, doubts: list[Frame], cause: str) -> Landing[None]:
         """Park on effects whose fate nobody knows; leaves the body."""
         record_doubts(self.journal, doubts, cause)
-        self.park("effect-indoubt", doubt_waits(doubts))
+        yield from self.park("effect-indoubt", doubt_waits(doubts))
 
     # Values.
 
@@ -868,9 +882,10 @@ class BranchBody(Body):
         *,
         wakes: int | None = None,
         error: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> Landing[None]:
         self.begin_live()
         self.parked = Parked(reason, waits, wakes)
+        yield from ()  # its scope writes the park
         raise self.stop(Why.WAITING)
 
 

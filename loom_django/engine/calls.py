@@ -319,13 +319,17 @@ class OwnThread(Executor):
 
     def close(self) -> None:
         """End the thread, and its connections with it; work that is stuck is left behind."""
+        if (thread := self.let_end()) is not None:
+            thread.join(_END)
+
+    def let_end(self) -> threading.Thread | None:
+        """:meth:`close` without waiting for the thread, if there is one."""
         self.forsake()
         with self._lock:
             self._closed = True
             if self._work is not None:
                 self._work.put(None)
-        if self._thread is not None:
-            self._thread.join(_END)
+            return self._thread
 
 
 class Share(Executor):

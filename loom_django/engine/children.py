@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from loom_django.definitions import AwaitMode, Child, Flow, Outcome
 from loom_django.engine.core import Engine
-from loom_django.engine.drive import Enter, Io, Steps
+from loom_django.engine.drive import Enter, Io, Land, Steps
 from loom_django.engine.start import child_start
 from loom_django.errors import (
     ChildFailed,
@@ -166,10 +166,10 @@ def _await(
             raise AssertionError("children whose wait was answered have not ended")
         yield from body.before_park([parked])
         # A child that ended since the look refuses the park: the body looks again.
-        yield Io(partial(body.park, "waiting", [parked], wakes=wakes))
+        yield Land(partial(body.park, "waiting", [parked], wakes=wakes))
     _record(body, ends, children, mode, wait_id)
     if body.deferred:
-        yield Io(body.land)
+        yield Land(body.landing)
     outcomes = _known(body, children, mode, wait_id)
     if outcomes is None:
         raise AssertionError("what was recorded is known")

@@ -61,6 +61,11 @@ def _announce_nothing(flow_id: str, version: int, events: tuple[Event, ...]) -> 
     """Nobody listens."""
 
 
+def _tells_of_all(events: tuple[Event, ...]) -> bool:
+    """Whoever announces looks by itself."""
+    return True
+
+
 def _no_divergence_told(flow_id: str, version: int, sequence: int, error: FlowDivergenceError) -> None:
     """The log line has to do."""
 
@@ -111,6 +116,8 @@ class Engine:
     keeper: Keeper = field(default_factory=NoKeeper)
     identity: Identity = field(default_factory=Identity)
     announce: Callable[[str, int, tuple[Event, ...]], None] = _announce_nothing
+    # False if there is nothing to announce of these events, which spares a body the way to where it may be done.
+    tells: Callable[[tuple[Event, ...]], bool] = _tells_of_all
     # Tells of a body that does not ask for what its log holds; the sequence is the newest of the log.
     diverged: Callable[[str, int, int, FlowDivergenceError], None] = _no_divergence_told
     # Tells idle loops, in other processes too, that something is ready; after the commit that made it so.

@@ -19,8 +19,10 @@ from typing import Any, Protocol, TypeVar
 from loom_django.engine import calls
 from loom_django.engine.calls import Call, Here, Outcome, OwnThread, Share, abandoned, measured
 from loom_django.engine.unwind import Unwind, Why
+from loom_django.stores.base import Commit, EventStore
 
 __all__ = [
+    "Append",
     "Branch",
     "Command",
     "CutOff",
@@ -29,10 +31,13 @@ __all__ = [
     "Invoke",
     "Io",
     "Join",
+    "Land",
+    "Landing",
     "Outcome",
     "Pause",
     "Steps",
     "abandoned",
+    "carried_out",
 ]
 
 T = TypeVar("T")
@@ -46,6 +51,46 @@ class Io:
     """Run this against the store, in a thread where that is allowed."""
 
     call: Callable[[], Any]
+
+
+@dataclass(slots=True)
+class Append:
+    """Have this commit landed; what refuses it is raised."""
+
+    store: EventStore
+    commit: Commit
+
+    def call(self) -> None:
+        self.store.append(self.commit)
+
+
+# What makes kept facts durable: composes here, and yields what is to be done where the store may be waited for.
+Landing = Generator[Append | Io, Any, T]
+
+
+def carried_out(landing: Landing[T]) -> T:
+    """Do all of it in this thread."""
+    try:
+        command = next(landing)
+        while True:
+            try:
+                result = command.call()
+            except BaseException as exc:
+                command = landing.throw(exc)
+            else:
+                command = landing.send(result)
+    except StopIteration as stop:
+        return stop.value  # type: ignore[no-any-return]
+
+
+class Land(Io):
+    """Do this, with nothing else of the body's landed meanwhile; what composes runs where the rules do."""
+
+    __slots__ = ("landing",)
+
+    def __init__(self, landing: Callable[[], Landing[Any]]) -> None:
+        super().__init__(lambda: carried_out(landing()))
+        self.landing = landing
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +135,8 @@ class Branch(Protocol):
     def enter(self, driver: Driver) -> Callable[[], Any]:
         """Take the branch's own driver; gives its function, to be called where the branch runs."""
 
-    def end(self, outcome: Outcome) -> None:
-        """It has ended so; called where the engine's rules run."""
+    def end(self, outcome: Outcome) -> Landing[None]:
+        """It has ended so; what is kept of it is landed."""
 
 
 Command = Io | Invoke | Pause | Enter | Join

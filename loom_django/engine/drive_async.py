@@ -25,6 +25,7 @@ from loom_django.engine.drive import (
     Invoke,
     Io,
     Join,
+    Land,
     Outcome,
     Pause,
     Steps,
@@ -36,6 +37,38 @@ T = TypeVar("T")
 
 # What came of a call: its value, or what it raised.
 Answer = tuple[Any, BaseException | None]
+
+
+class Asked:
+    """What somebody in a loop has asked for and waits for, however often it is cancelled meanwhile."""
+
+    __slots__ = ("_answer", "_loop", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._answer: Answer | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def tell(self, answer: Answer) -> None:
+        """Give the answer; called in the loop's thread."""
+        self._answer = answer
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self, cut: Callable[[], None]) -> Any:
+        """The answer, as a value or raised; ``cut`` is called for a cancellation, and may raise to wait no longer."""
+        while self._answer is None:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                cut()
+        result, error = self._answer
+        if isinstance(error, StopIteration):
+            raise RuntimeError("a call raised StopIteration") from error
+        if error is not None:
+            raise error
+        return result
 
 
 class AsyncDriver(Driver):
@@ -145,32 +178,20 @@ class AsyncDriver(Driver):
         else:
             outcome = Outcome(value=value)
         ended = replace(outcome, elapsed=time.monotonic() - started)
-        await self._outside(lambda: branch.end(ended))
+        await self._perform(Land(lambda: branch.end(ended)))
 
     async def _outside(self, call: Callable[[], Any]) -> Any:
         """Have a call made while the loop stands still. A cancellation that comes meanwhile is kept."""
         if self.closed:
             raise Unwind(Why.INTERRUPTED)
-        answer = self._ask(call, contextvars.copy_context())
-        while True:
-            try:
-                result, error = await asyncio.shield(answer)
-            except asyncio.CancelledError:
-                self._cut_off()
-            else:
-                break
-        if isinstance(error, StopIteration):
-            raise RuntimeError("a call raised StopIteration") from error
-        if error is not None:
-            raise error
-        return result
+        return await self._ask(call).wait(self._cut_off)
 
-    def _ask(self, call: Callable[[], Any], context: contextvars.Context) -> asyncio.Future[Answer]:
+    def _ask(self, call: Callable[[], Any]) -> Asked:
         """Have a call made where it may wait; its answer comes in this loop."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._bring(lambda: _tell(answer, answered(call, context)))
+        asked, context = Asked(asyncio.get_running_loop()), contextvars.copy_context()
+        self._bring(lambda: asked.tell(answered(call, context)))
         self._ring()
-        return answer
+        return asked
 
     async def _beside(self, command: Invoke) -> Outcome:
         """Call an async tool in a loop and a thread of its own, with this loop running on."""
@@ -180,8 +201,11 @@ class AsyncDriver(Driver):
         why: BaseException | None = None
         try:
             self._start(call)
-            async with asyncio.timeout(command.timeout):
+            if command.timeout is None:
                 await bell.wait()
+            else:
+                async with asyncio.timeout(command.timeout):
+                    await bell.wait()
         except TimeoutError:
             why = TimeoutError()
         except (KeyboardInterrupt, SystemExit) as exc:
@@ -302,11 +326,6 @@ def answered(call: Callable[[], Any], context: contextvars.Context) -> Answer:
         return moved(context, call), None
     except BaseException as exc:
         return None, exc
-
-
-def _tell(asked: asyncio.Future[Answer], answer: Answer) -> None:
-    if not asked.done():
-        asked.set_result(answer)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

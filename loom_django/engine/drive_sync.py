@@ -29,6 +29,7 @@ from loom_django.engine.drive import (
     Outcome,
     Pause,
     Steps,
+    carried_out,
     inside_body,
 )
 from loom_django.engine.unwind import Unwind, Why
@@ -74,7 +75,7 @@ class SyncDriver(Driver):
     def _join(self, join: Join) -> None:
         if self.sequential:
             for branch in join.branches:
-                branch.end(_measured_branch(branch, self.sibling()))
+                carried_out(branch.end(_measured_branch(branch, self.sibling())))
             return
         try:
             crew = _Crew(join.branches, self)
@@ -194,7 +195,7 @@ class _Crew:
 
     def _ended(self, branch: Branch, outcome: Outcome) -> None:
         try:
-            branch.end(outcome)
+            carried_out(branch.end(outcome))
         finally:
             self._left -= 1
             if not self._left:

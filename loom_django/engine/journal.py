@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 from loom_django.engine.core import Engine, from_micros
+from loom_django.engine.drive import Append, Io, Landing, carried_out
 from loom_django.errors import StaleFenceError
 from loom_django.kernel.events import TERMINAL, Event, Kind, may_be_passed_by_owner
 from loom_django.kernel.fold import Fold
@@ -75,7 +76,11 @@ class Journal:
         if wait is not None and wait.wake_at is not None:
             self._timers_off.append(from_micros(wait.wake_at))
 
-    def land(
+    def land(self, **what: Any) -> tuple[Event, ...]:
+        """:meth:`landing`, in this thread."""
+        return carried_out(self.landing(**what))
+
+    def landing(
         self,
         *,
         ownership: Ownership = KEEP,
@@ -87,12 +92,12 @@ class Journal:
         also: tuple[Commit, ...] = (),
         pass_notes: bool = True,
         unchanged: int | None = None,
-    ) -> tuple[Event, ...]:
+    ) -> Landing[tuple[Event, ...]]:
         """Make the kept facts durable, in one append with what belongs to them.
 
-        With ``pass_notes`` an owner whose next sequence holds a note of somebody else (an audit fact or an
-        application event) folds the note and appends behind it. ``unchanged`` is a token that must stand
-        still, for facts that carry none.
+        Facts that are recorded while it is under way are kept for the next one. With ``pass_notes`` an owner whose
+        next sequence holds a note of somebody else (an audit fact or an application event) folds the note and
+        appends behind it. ``unchanged`` is a token that must stand still, for facts that carry none.
 
         Raises:
             StaleFenceError: another owner has the execution.
@@ -120,23 +125,25 @@ class Journal:
                 also=also,
                 patience=self.patience,
             )
+            store = self.engine.store
             try:
                 if unchanged is None:
-                    self.engine.store.append(commit)
+                    yield Append(store, commit)
                 else:
-                    self.engine.store.append_if_unchanged(commit, fence=unchanged)
+                    yield Io(partial(store.append_if_unchanged, commit, fence=unchanged))
                 break
             except SequenceOccupied:
-                if not pass_notes or attempt == PASSES or not self._pass_notes(commit.first_sequence):
+                if not pass_notes or attempt == PASSES:
                     raise
-        landed = tuple(self.kept)
+                if not (yield Io(partial(self._pass_notes, commit.first_sequence))):
+                    raise
+        landed = commit.events
         self.landed = landed[-1]
-        self.kept.clear()
+        del self.kept[: len(landed)]
         self._messages.clear()
         self._timers_off.clear()
-        self._announce(landed)
-        for execution_id in wake:
-            self.engine.store.on_commit(partial(self.engine.woken, execution_id))
+        if wake or self.engine.tells(landed):
+            yield Io(partial(self._tell, landed, wake))
         return landed
 
     def start_of(
@@ -160,9 +167,11 @@ class Journal:
         closing = [child for child, policy in self.fold.children.items() if policy == "cancel"]
         return (*([parent] if parent else []), *closing)
 
-    def _announce(self, landed: tuple[Event, ...]) -> None:
-        fold = self.fold
-        self.engine.store.on_commit(lambda: self.engine.announce(fold.flow_id, fold.version, landed))
+    def _tell(self, landed: tuple[Event, ...], wake: tuple[str, ...]) -> None:
+        fold, on_commit = self.fold, self.engine.store.on_commit
+        on_commit(lambda: self.engine.announce(fold.flow_id, fold.version, landed))
+        for execution_id in wake:
+            on_commit(partial(self.engine.woken, execution_id))
 
     def _pass_notes(self, sequence: int) -> bool:
         """Fold what stands where the next event should; False if it is more than notes of others."""

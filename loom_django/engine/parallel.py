@@ -19,7 +19,7 @@ from typing import Any, Final
 from loom_django.definitions import Outcome as BranchOutcome
 from loom_django.definitions import Step
 from loom_django.engine.body import Body, BranchBody, Parked
-from loom_django.engine.drive import CutOff, Driver, Enter, Io, Join, Outcome, Steps
+from loom_django.engine.drive import CutOff, Driver, Enter, Join, Land, Landing, Outcome, Steps
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError
@@ -126,11 +126,11 @@ class _Branch:
             return lambda: context._do(*named, asked)
         return lambda: self.what(context)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: Outcome) -> Landing[None]:
         body = self.body
         if body is not None:
             body.shared.bodies.remove(body)
-            self._land(body)
+            yield from self._land(body)
             if outcome.error is None and body.unawaited:
                 forgotten = ", ".join(sorted(set(body.unawaited.values())))
                 problem = f"ctx.{forgotten} was not awaited before branch {self.name!r} ended: write await"
@@ -143,11 +143,11 @@ class _Branch:
         elif isinstance(self.error, Exception):
             self.scope.has_failed(self)
 
-    def _land(self, body: BranchBody) -> None:
+    def _land(self, body: BranchBody) -> Landing[None]:
         """The last outcome of a branch does not wait for a boundary of its siblings."""
         if body.journal.kept and not body.may_defer() and body.parent.sealed is None:
             with contextlib.suppress(Unwind):  # the body is sealed then, and the scope says so
-                body.land()
+                yield from body.landing()
 
     def outcome(self) -> BranchOutcome:
         if isinstance(self.error, Exception):
@@ -198,7 +198,7 @@ class _Scope:
                 return self._values()
             yield from body.before_park(self._waits(waiting))
             # A wake that came since a branch has looked refuses the park: those that wait look again.
-            yield Io(partial(self._park, waiting))
+            yield Land(partial(self._park, waiting))
             left = self._run_again(waiting)
 
     def _interrupted(self, error: BaseException) -> None:
@@ -269,12 +269,12 @@ class _Scope:
         name: str = codec.decode(known.value)["failed"]
         return name
 
-    def _park(self, waiting: list[_Branch]) -> None:
+    def _park(self, waiting: list[_Branch]) -> Landing[None]:
         parked = self._parked(waiting)
         reasons = {park.reason for park in parked}
         seen = [park.wakes for park in parked if park.wakes is not None]
         reason = reasons.pop() if len(reasons) == 1 else "waiting"
-        self.body.park(reason, self._waits(waiting), wakes=min(seen, default=None))
+        yield from self.body.park(reason, self._waits(waiting), wakes=min(seen, default=None))
 
     def _parked(self, waiting: list[_Branch]) -> list[Parked]:
         return [branch.body.parked for branch in waiting if branch.body and branch.body.parked]

@@ -22,7 +22,7 @@ from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
 from loom_django.engine.doubt import LOST as LOST_IN_DOUBT
 from loom_django.engine.doubt import open_doubts
-from loom_django.engine.drive import Driver, inside_body
+from loom_django.engine.drive import Driver, Io, Landing, carried_out, inside_body
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
@@ -82,13 +82,8 @@ def run_execution(
         OpenTransactionError: the caller's transaction is open; nothing was written.
         KeyboardInterrupt, SystemExit: raised in the main thread while a tool ran, after it was accounted for.
     """
-    body = _entered(
-        engine,
-        execution_id,
-        token,
-        lambda: journal or open_journal(engine, snapshots.load(engine, execution_id), fence=fence),
-        partial(_driver, engine, stop=stop),
-    )
+    driver_for = partial(_driver, engine, stop=stop)
+    body = carried_out(_entered(engine, execution_id, token, fence, journal, driver_for))
     if body is None:
         return Ended.REFUSED
     engine.keeper.hold(execution_id, token, body.lose)
@@ -96,7 +91,7 @@ def run_execution(
         with inside_body():
             if on_start is not None:
                 on_start(body)
-            return _ended(body, token, *_run(body))
+            return _run(body, token)
     finally:
         engine.keeper.drop(execution_id, token)
 
@@ -107,83 +102,70 @@ async def run_shared(
     execution_id: str,
     *,
     token: int,
-    journal: Callable[[], Journal],
+    fence: int | None,
+    journal: Journal | None,
     stop: threading.Event,
 ) -> Ended:
-    """:func:`run_execution` of an ``async def`` flow, as a task of a loop that it shares with others.
-
-    ``journal`` opens the log; it is called in a thread, as is whatever else may wait.
-    """
+    """:func:`run_execution` of an ``async def`` flow, as a task of a loop that it shares with others."""
     driver = SharedDriver(place, execution_id)
     driver.stop = stop
-    entered = await place.do(lambda: _entered_shared(engine, execution_id, token, journal, driver))
-    if isinstance(entered, Ended):
-        return entered
-    body, call, raised = entered
-    body.thread = threading.get_ident()  # where its calls of the context come from
-    value = None
-    try:
-        if call is not None:
-            try:
-                value = await driver.run_task(call)
-            except BaseException as exc:
-                raised = exc
-        return await place.do(lambda: _left_shared(body, token, value, raised))
-    finally:
-        engine.keeper.drop(execution_id, token)
-
-
-def _entered_shared(
-    engine: Engine, execution_id: str, token: int, journal: Callable[[], Journal], driver: SharedDriver
-) -> Ended | tuple[Body, Callable[[], Any] | None, BaseException | None]:
-    body = _entered(
-        engine,
-        execution_id,
-        token,
-        journal,
-        lambda flow: driver if flow.is_async else _driver(engine, flow, stop=driver.stop),
+    body = await place.carry_out(
+        _entered(
+            engine,
+            execution_id,
+            token,
+            fence,
+            journal,
+            lambda flow: driver if flow.is_async else _driver(engine, flow, stop=stop),
+        )
     )
     if body is None:
         return Ended.REFUSED
     engine.keeper.hold(execution_id, token, body.lose)
-    if body.driver is not driver:  # row and log disagree about its flow
-        return _ended(body, token, *_run(body))
     try:
-        return body, _call_of(body), None
-    except BaseException as exc:
-        return body, None, exc
-
-
-def _left_shared(body: Body, token: int, value: Any, raised: BaseException | None) -> Ended:
-    driver: Any = body.driver
-    driver.close()
-    return _ended(body, token, value, raised)
+        if body.driver is not driver:  # row and log disagree about its flow
+            return await place.do(partial(_run, body, token))
+        value = raised = None
+        try:
+            value = await driver.run_task(await place.carry_out(_call_of(body)))
+        except BaseException as exc:
+            raised = exc
+        if (close := driver.ended()) is not None:
+            await place.do(close)
+        return await place.carry_out(_ended(body, token, value, raised))
+    finally:
+        engine.keeper.drop(execution_id, token)
 
 
 def _entered(
     engine: Engine,
     execution_id: str,
     token: int,
-    journal: Callable[[], Journal],
+    fence: int | None,
+    journal: Journal | None,
     driver_for: Callable[[Flow[..., Any]], Driver],
-) -> Body | None:
+) -> Landing[Body | None]:
     """A body that is ready to run; None if this node cannot serve the execution."""
-    if engine.store.in_transaction():
+    store = engine.store
+    if store.in_transaction():
         raise OpenTransactionError(
             "running a flow's body",
             "its steps must be durable one by one",
             "Start it inside the block: it runs after the commit.",
         )
-    opened = journal()
-    flow = _flow_of(engine, opened, token)
+    if journal is None:
+        loaded = yield Io(partial(snapshots.load, engine, execution_id))
+        journal = open_journal(engine, loaded, fence=fence)
+    flow = yield from _flow_of(engine, journal, token)
     if flow is None:
         return None
-    engine.store.check_clock()  # measured before facts are stamped in an event loop, where no query may be
-    opened.patience = engine.settings().LEASE_TTL
-    return Body(engine, opened, flow, driver_for(flow))
+    if store.clock_is_old():  # measured before facts are stamped in an event loop, where no query may be
+        yield Io(store.check_clock)
+    journal.patience = engine.settings().LEASE_TTL
+    return Body(engine, journal, flow, driver_for(flow))
 
 
-def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | None:
+def _flow_of(engine: Engine, journal: Journal, token: int) -> Landing[Flow[..., Any] | None]:
     """The registered flow for a log; None, with the execution handed back, if this node cannot serve it."""
     fold = journal.fold
     if fold.status not in (Status.PENDING, Status.RUNNING):
@@ -196,10 +178,10 @@ def _flow_of(engine: Engine, journal: Journal, token: int) -> Flow[..., Any] | N
             return flow
         log.error("an execution is left alone: its log has unknown kinds %s", fold.unknown_kinds, extra=about)
     except FlowCodeMismatchError as exc:
-        delay = refusal_delay(engine, fold.execution_id, exc)
+        delay = yield Io(partial(refusal_delay, engine, fold.execution_id, exc))
         level = logging.ERROR if delay else logging.INFO  # a node of another release is no error
         log.log(level, "an execution is left alone: %s", exc, extra=about)
-    engine.store.release(fold.execution_id, token, delay=delay)
+    yield Io(partial(engine.store.release, fold.execution_id, token, delay=delay))
     return None
 
 
@@ -226,27 +208,30 @@ def _driver(engine: Engine, flow: Flow[..., Any], *, stop: threading.Event | Non
     return driver
 
 
-def _run(body: Body) -> tuple[Any, BaseException | None]:
-    """Enter the body and return its value, or what it raised."""
+def _run(body: Body, token: int) -> Ended:
+    """Enter the body in this thread, and record how it ended."""
     driver: Any = body.driver
+    body.thread = threading.get_ident()  # where its calls of the context come from
+    value = raised = None
     try:
-        return driver.run_body(_call_of(body)), None
+        value = driver.run_body(carried_out(_call_of(body)))
     except BaseException as exc:
-        return None, exc
+        raised = exc
+    return carried_out(_ended(body, token, value, raised))
 
 
-def _call_of(body: Body) -> Callable[[], Any]:
+def _call_of(body: Body) -> Landing[Callable[[], Any]]:
     """The call of the flow's function; leaves the body if effects are in doubt."""
     doubts = open_doubts(body.journal.fold)
     if doubts:
-        body.park_in_doubt(doubts, LOST_IN_DOUBT)
+        yield from body.park_in_doubt(doubts, LOST_IN_DOUBT)
     body.watch()
     args, kwargs = body.flow.unbind(body.decode(body.journal.fold.input))
     context: Any = AsyncFlowContext(body) if body.flow.is_async else FlowContext(body)
     return compensated(body, lambda: body.flow.func(context, *args, **kwargs))
 
 
-def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> Ended:
+def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> Landing[Ended]:
     """Record how the body ended. What a seal says goes before what the body made of it."""
     leave_transaction_of(body)
     if body.misuse is None and body.sealed is None and body.unawaited:
@@ -257,22 +242,22 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
     if any(isinstance(left, Unwind) and left.why is Why.CRASHED for left in (body.sealed, raised)):
         return Ended.LOST
     if body.misuse is not None:
-        return _finish(body, lambda: _fail(body, body.misuse or raised or AssertionError()))
+        return (yield from _finish(body, _fail(body, body.misuse)))
     unwind = body.sealed or (raised if isinstance(raised, Unwind) else None)
     if unwind is not None:
-        return _unwound(body, token, unwind)
+        return (yield from _unwound(body, token, unwind))
     if raised is None:
-        return _finish(body, lambda: _complete(body, value))
+        return (yield from _finish(body, _complete(body, value)))
     if isinstance(raised, KeyboardInterrupt | SystemExit) and _in_main_thread():
-        return _unwound(body, token, Unwind(Why.INTERRUPTED, raised))
-    return _finish(body, lambda: _fail(body, raised))
+        return (yield from _unwound(body, token, Unwind(Why.INTERRUPTED, raised)))
+    return (yield from _finish(body, _fail(body, raised)))
 
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
+def _unwound(body: Body, token: int, unwind: Unwind) -> Landing[Ended]:
     cause = unwind.cause
     if unwind.why is Why.PARKED:
         if cause is not None:
@@ -281,12 +266,12 @@ def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
     if unwind.why is Why.CONTINUED:
         return Ended.FINISHED
     if unwind.why is Why.DIVERGED and isinstance(cause, FlowDivergenceError):
-        return _diverged(body, cause)
+        return (yield from _diverged(body, cause))
     if unwind.why is Why.REFUSED:
-        _refuse(body, token, cause)
+        yield from _refuse(body, token, cause)
         return Ended.REFUSED
     if unwind.why is Why.INTERRUPTED:
-        _hand_back(body, token)
+        yield from _hand_back(body, token)
         if cause is not None and _in_main_thread():
             raise cause
         return Ended.INTERRUPTED
@@ -301,22 +286,23 @@ def _unwound(body: Body, token: int, unwind: Unwind) -> Ended:
     return Ended.LOST
 
 
-def _refuse(body: Body, token: int, cause: BaseException | None) -> None:
+def _refuse(body: Body, token: int, cause: BaseException | None) -> Landing[None]:
     """Leave an execution alone that this code cannot read; a node, or a later release, that can goes on."""
     log.error(
         "an execution is left alone: %s",
         cause,
         extra={"execution_id": body.execution_id, "flow_id": body.flow.id},
     )
-    body.engine.store.release(body.execution_id, token, delay=REFUSED_DELAY)
+    yield Io(partial(body.engine.store.release, body.execution_id, token, delay=REFUSED_DELAY))
 
 
-def _hand_back(body: Body, token: int) -> None:
+def _hand_back(body: Body, token: int) -> Landing[None]:
     """Give the execution to somebody else at once; facts that were kept are made durable if that goes."""
     try:
-        body.journal.land()
-        body.engine.store.release(body.execution_id, token)
-        snapshots.take(body.journal)
+        yield from body.journal.landing()
+        yield Io(partial(body.engine.store.release, body.execution_id, token))
+        if snapshots.due(body.journal):
+            yield Io(partial(snapshots.take, body.journal))
     except Exception as exc:
         log.warning(
             "an interrupted execution could not be handed back; its lease will run out",
@@ -325,35 +311,35 @@ def _hand_back(body: Body, token: int) -> None:
         )
 
 
-def _finish(body: Body, write: Callable[[], Ended]) -> Ended:
+def _finish(body: Body, write: Landing[Ended]) -> Landing[Ended]:
     """Write an end; the store may still refuse it."""
     body.sealed = None
     try:
-        ended = write()
+        ended = yield from write
     except Unwind as unwind:
-        return _unwound(body, 0, unwind)
-    if ended is Ended.FINISHED:
-        snapshots.forget(body.journal)
+        return (yield from _unwound(body, 0, unwind))
+    if ended is Ended.FINISHED and body.journal.snapshot:
+        yield Io(partial(snapshots.forget, body.journal))
     return ended
 
 
-def _complete(body: Body, value: Any) -> Ended:
-    body.before_end()
+def _complete(body: Body, value: Any) -> Landing[Ended]:
+    yield from body.before_end()
     try:
         text = body.encode(value, f"result of flow {body.flow.id}")
     except LoomError as exc:
-        return _fail(body, exc)
+        return (yield from _fail(body, exc))
     body.journal.record(Kind.EXECUTION_COMPLETED, {"result": text})
-    body.land(ownership=NOBODY, timers_off=None)
+    yield from body.landing(ownership=NOBODY, timers_off=None)
     return Ended.FINISHED
 
 
-def _fail(body: Body, error: BaseException) -> Ended:
+def _fail(body: Body, error: BaseException) -> Landing[Ended]:
     described = failure_of(body, error)
     if body.flow.on_error == "park":
-        return _park_on_gate(body, "error", ON_ERROR, described)
+        return (yield from _park_on_gate(body, "error", ON_ERROR, described))
     body.journal.record(Kind.EXECUTION_FAILED, {"error": described})
-    body.land(ownership=NOBODY, timers_off=None)
+    yield from body.landing(ownership=NOBODY, timers_off=None)
     log.warning(
         "the body of an execution raised: %s",
         described["type"],
@@ -363,7 +349,7 @@ def _fail(body: Body, error: BaseException) -> Ended:
     return Ended.FINISHED
 
 
-def _diverged(body: Body, error: FlowDivergenceError) -> Ended:
+def _diverged(body: Body, error: FlowDivergenceError) -> Landing[Ended]:
     """Park a body that skips what its log holds, until somebody has set its code right."""
     body.sealed = None
     found = {
@@ -372,18 +358,18 @@ def _diverged(body: Body, error: FlowDivergenceError) -> Ended:
         "source_line": error.source_line,
     }
     described = {**recorded_error(body, error), "traceback": "", **found}
-    ended = _park_on_gate(body, "diverged", ON_DIVERGED, described)
+    ended = yield from _park_on_gate(body, "diverged", ON_DIVERGED, described)
     if ended is Ended.PARKED:
-        body.tell_divergence(logging.ERROR, error)
+        yield Io(partial(body.tell_divergence, logging.ERROR, error))
     return ended
 
 
-def _park_on_gate(body: Body, reason: str, gate: str, error: Mapping[str, Any]) -> Ended:
+def _park_on_gate(body: Body, reason: str, gate: str, error: Mapping[str, Any]) -> Landing[Ended]:
     number = 1 + sum(1 for wait in body.journal.fold.waits.values() if wait.on == gate)
     try:
-        body.park(reason, [Wait(f"{reason}#{number}", gate)], error=error)
+        yield from body.park(reason, [Wait(f"{reason}#{number}", gate)], error=error)
     except Unwind as unwind:
-        return _unwound(body, 0, unwind)
+        return (yield from _unwound(body, 0, unwind))
     raise AssertionError("a park at a gate does not return")
 
 

@@ -13,10 +13,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -25,10 +24,11 @@ from django.db import Error
 from loom_django.compat import leave_transactions, renew_connections
 from loom_django.engine import calls
 from loom_django.engine.calls import Call, Outcome, Share, abandoned, boxed, measured, moved
-from loom_django.engine.drive import Command, Invoke, Io, Steps, inside_body
-from loom_django.engine.drive_async import Answer, AsyncDriver, answered
+from loom_django.engine.drive import Append, Command, Invoke, Io, Land, Landing, Steps, inside_body
+from loom_django.engine.drive_async import Answer, Asked, AsyncDriver, answered
 from loom_django.engine.threads import Threads
 from loom_django.engine.unwind import Unwind, Why
+from loom_django.stores.base import Commit, RowLocked, Store
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -84,20 +84,81 @@ class _Task(asyncio.Task[Any]):
         return (scope is None or self in scope.tasks) and super().cancel(msg)
 
 
+class _Writer:
+    """Lands what the bodies append: one grouped call at a time, with whatever has come since the last one.
+
+    There is no timer and no smallest batch. What is composed in one turn of the loop goes together; what comes while
+    that is under way goes next, and each turn's answers are handed out in one turn.
+    """
+
+    def __init__(self, place: BodyLoop, store: Store) -> None:
+        self._place = place
+        self._store = store
+        self._thread = Threads("loom-writer", 1)  # no other call of the store keeps it waiting
+        self._waiting: list[tuple[Commit, Asked]] = []
+        self._is_busy = False
+
+    def land(self, commit: Commit) -> Asked:
+        """Have a commit landed; called in the loop."""
+        asked = Asked(self._place.loop)
+        self._waiting.append((commit, asked))
+        if not self._is_busy:
+            self._is_busy = True
+            self._place.loop.call_soon(self._send)
+        return asked
+
+    def _send(self) -> None:
+        self._is_busy = bool(self._waiting)
+        if self._is_busy:
+            batch, self._waiting = self._waiting, []
+            self._thread.put(partial(self._append, batch))
+
+    def _append(self, batch: Sequence[tuple[Commit, Asked]]) -> None:
+        outcomes: Sequence[BaseException | None]
+        try:
+            outcomes = self._store.append_shared([commit for commit, _ in batch])
+        except BaseException as error:
+            outcomes = [error] * len(batch)
+        self._place.loop.call_soon_threadsafe(self._landed, batch, outcomes)
+
+    def _landed(
+        self, batch: Sequence[tuple[Commit, Asked]], outcomes: Sequence[BaseException | None]
+    ) -> None:
+        self._send()  # so that the next batch is on its way before those of this one go on
+        for (commit, asked), outcome in zip(batch, outcomes, strict=True):
+            if isinstance(outcome, RowLocked):
+                self._place.store.put(partial(self._append_alone, commit, asked))
+            else:
+                asked.tell((None, outcome))
+
+    def end(self) -> None:
+        self._thread.end()
+
+    def _append_alone(self, commit: Commit, asked: Asked) -> None:
+        """Land what waits for a row that others hold, for as long as that takes."""
+        outcome: BaseException | None
+        try:
+            (outcome,) = self._store.append_many([commit])
+        except BaseException as error:
+            outcome = error
+        self._place.loop.call_soon_threadsafe(asked.tell, (None, outcome))
+
+
 class BodyLoop:
     """The loop, in a thread of its own, and the threads beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
         self.loop = asyncio.new_event_loop()
         self.loop.set_task_factory(self._new_task)
         self.loop.set_default_executor(_Executor(TOOL_THREADS, thread_name_prefix="loom-to-thread"))
         self.store = Threads("loom-store", STORE_THREADS)
         self.tools = Threads("loom-plain", TOOL_THREADS)
         self.slots = asyncio.Semaphore(TOOL_THREADS)
+        self._writer = _Writer(self, store)
         self._own: set[asyncio.Task[Any]] = set()
         self._scopes: set[_Scope] = set()
         self._lock = threading.Lock()
-        self._answers: list[tuple[asyncio.Future[Answer], Answer]] = []
+        self._answers: list[tuple[Asked, Answer]] = []
         self._ended = threading.Event()
         self._beaten_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="loom-bodies", daemon=True)
@@ -114,6 +175,7 @@ class BodyLoop:
         """End the loop and its threads; for when nothing runs in it any more."""
         self._ended.set()
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self._writer.end()
         self.store.end()
         self.tools.end()
 
@@ -137,22 +199,43 @@ class BodyLoop:
 
     async def do(self, call: Callable[[], T]) -> T:
         """Make a call of the engine's in a thread where it may wait."""
-        result, error = await self.ask(call, contextvars.copy_context())
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+        return await self.ask(call).wait(lambda: None)  # type: ignore[no-any-return]
 
-    def ask(self, call: Callable[[], Any], context: contextvars.Context) -> asyncio.Future[Answer]:
-        answer: asyncio.Future[Answer] = self.loop.create_future()
+    def ask(self, call: Callable[[], Any]) -> Asked:
+        """Have a call made in a thread where it may wait."""
+        asked, context = Asked(self.loop), contextvars.copy_context()
 
         def work() -> None:
             with inside_body():
-                self._bring(answer, answered(call, context))
+                self._bring(asked, answered(call, context))
 
         self.store.put(work)
-        return answer
+        return asked
 
-    def _bring(self, asked: asyncio.Future[Answer], answer: Answer) -> None:
+    async def carry_out(
+        self,
+        landing: Landing[T],
+        do: Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]] | None = None,
+        cut: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Make kept facts durable: what composes runs here, its appends go to the writer, and the rest to ``do``."""
+        do = do or self.do
+        try:
+            command = next(landing)
+            while True:
+                try:
+                    if isinstance(command, Append):
+                        result = await self._writer.land(command.commit).wait(cut)
+                    else:
+                        result = await do(command.call)
+                except BaseException as exc:
+                    command = landing.throw(exc)
+                else:
+                    command = landing.send(result)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+
+    def _bring(self, asked: Asked, answer: Answer) -> None:
         """Give the loop an answer: those that come before it takes them are taken in one turn of it."""
         with self._lock:
             self._answers.append((asked, answer))
@@ -164,8 +247,7 @@ class BodyLoop:
         with self._lock:
             answers, self._answers = self._answers, []
         for asked, answer in answers:
-            if not asked.done():
-                asked.set_result(answer)
+            asked.tell(answer)
 
     def begin_task(
         self, call: Callable[[], Any], execution_id: str, context: contextvars.Context
@@ -276,8 +358,8 @@ class _TaskCall(Call):
     def _over(self, task: asyncio.Task[Outcome]) -> None:
         with self._lock:
             self._running = None
-        outcome = Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
-        outcome = replace(outcome, elapsed=self.elapsed)
+        made = Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
+        outcome = Outcome(made.value, made.error, elapsed=self.elapsed)
         if self._scope.rest():
             self.place.spawn(self._clear(outcome))
         else:
@@ -317,11 +399,42 @@ class _PlainCall(Call):
             self.place.tools.left_behind(-1)
 
 
+async def _turn() -> None:
+    """Let one turn of the loop pass."""
+    await asyncio.sleep(0)
+
+
+class _Gate:
+    """One at a time goes in; as soon as it has left, all that wait may go on in one turn of the loop."""
+
+    def __init__(self) -> None:
+        self.taken = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    async def wait(self) -> None:
+        """Return when nobody is inside, in a turn in which nobody has gone in since."""
+        while self.taken:
+            free = asyncio.get_running_loop().create_future()
+            self._waiting.append(free)
+            await free
+
+    async def enter(self) -> None:
+        await self.wait()
+        self.taken = True
+
+    def leave(self) -> None:
+        self.taken = False
+        waiting, self._waiting = self._waiting, []
+        for free in waiting:
+            if not free.done():
+                free.set_result(None)
+
+
 class SharedDriver(AsyncDriver):
     """Carries commands out for one body of many in a loop, or for a branch of one.
 
-    The rules of a body run in the loop's thread, but for what of them calls the store: while that is under way in
-    another thread, no other rule of the same body runs.
+    The rules of a body run in the loop's thread. What they make durable is composed there too, so while it is landed
+    other rules of the body go on; while one of them asks the store in another thread, none does.
     """
 
     _is_beside = True
@@ -331,7 +444,8 @@ class SharedDriver(AsyncDriver):
         self._place = place
         self._execution_id = execution_id
         self._root = root
-        self._still: asyncio.Lock = asyncio.Lock() if root is None else root._still
+        self._landing: _Gate = _Gate() if root is None else root._landing
+        self._away: _Gate = _Gate() if root is None else root._away
         self._ruling: Any = threading.RLock() if root is None else root._ruling
         if root is not None:
             self.stop, self._own = root.stop, root._own
@@ -341,15 +455,18 @@ class SharedDriver(AsyncDriver):
         return super().closed or (self._root is not None and self._root.closed)
 
     def exclusively(self, call: Callable[[], T]) -> T:
-        # In the loop's thread this waits only for a sibling branch whose call of the store is under way.
+        # In the loop's thread this waits only for a sibling branch that asks the store in another one.
         with self._ruling:
             return call()
 
     async def drive(self, steps: Steps[T]) -> T:
-        await self._settle()
+        if self._away.taken:
+            await self._settle()
         return await super().drive(steps)
 
     async def _perform(self, command: Command) -> Any:
+        if isinstance(command, Land):
+            return await self._land(command.landing())
         if isinstance(command, Io):
             return await super()._perform(command)
         try:
@@ -359,14 +476,13 @@ class SharedDriver(AsyncDriver):
         except BaseException:
             await self._settle()
             raise
-        await self._settle()
+        if self._away.taken:
+            await self._settle()
         return result
 
     async def _settle(self) -> None:
-        """Wait until no call of the store is under way for another branch: the rules are to go on."""
-        if self._still.locked():
-            await self._kept(self._still.acquire)
-            self._still.release()
+        """Wait until no rule of another branch is away in a thread: the rules are to go on."""
+        await self._kept(self._away.wait)
 
     async def _kept(self, wait: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Wait; a cancellation that comes meanwhile is kept, as in every call of the engine's."""
@@ -378,15 +494,41 @@ class SharedDriver(AsyncDriver):
             else:
                 return
 
+    async def _land(self, landing: Landing[T]) -> T:
+        """Land what is kept, of all branches. Other rules may go on meanwhile: what they record is landed next."""
+        if self.closed:
+            raise Unwind(Why.INTERRUPTED)
+        if self._root is not None:
+            await self._kept(_turn)  # so that what all branches record in this one is landed together
+        await self._kept(self._landing.enter)
+        try:
+            landed = await self._place.carry_out(landing, self._go_away, self._cut_later)
+        finally:
+            self._landing.leave()
+        if self.closed:
+            raise Unwind(Why.INTERRUPTED)
+        return landed
+
+    def _cut_later(self) -> None:
+        """Whether a body that has ended was cut off or not: what is under way is waited for."""
+        self._cut = True
+
     async def _outside(self, call: Callable[[], Any]) -> Any:
-        await self._kept(self._still.acquire)
+        await self._kept(self._landing.enter)
+        try:
+            return await self._go_away(call)
+        finally:
+            self._landing.leave()
+
+    async def _go_away(self, call: Callable[[], Any]) -> Any:
+        await self._kept(self._away.enter)
         try:
             return await super()._outside(call)
         finally:
-            self._still.release()
+            self._away.leave()
 
-    def _ask(self, call: Callable[[], Any], context: contextvars.Context) -> asyncio.Future[Answer]:
-        return self._place.ask(partial(self.exclusively, call), context)
+    def _ask(self, call: Callable[[], Any]) -> Asked:
+        return self._place.ask(partial(self.exclusively, call))
 
     async def _pause(self, length: float) -> None:
         end = time.monotonic() + length
@@ -443,6 +585,6 @@ class SharedDriver(AsyncDriver):
             raise outcome.error
         return outcome.value
 
-    def close(self) -> None:
-        """End the thread for sync_to_async; called where it may be waited for."""
-        self._own.close()
+    def ended(self) -> Callable[[], None] | None:
+        """The body has ended: what is to be called yet where the thread for sync_to_async may be waited for."""
+        return None if self._own.let_end() is None else self._own.close

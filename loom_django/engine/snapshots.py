@@ -46,17 +46,22 @@ def state_of(snapshot: Snapshot, loaded: Loaded) -> ExecutionState | None:
         return None
 
 
+def due(journal: Journal) -> bool:
+    """True if a log that has just been appended to has grown long since its last snapshot."""
+    fold, newest, every = journal.fold, journal.landed, _every(journal.engine)
+    # Of a log ten times as long a tenth as often: what is written over its life stays in proportion to it.
+    if not every or fold.last_sequence - journal.snapshot < max(every, journal.snapshot // 8):
+        return False
+    return newest is not None and newest.sequence == fold.last_sequence
+
+
 def take(journal: Journal) -> None:
-    """Keep the fold of a log that has just been appended to, if it has grown long since the last one.
+    """Keep the fold of a log, if it is :func:`due`.
 
     Best effort: the append has landed, and a failure here is logged and forgotten.
     """
     engine, fold, newest = journal.engine, journal.fold, journal.landed
-    every = _every(engine)
-    # Of a log ten times as long a tenth as often: what is written over its life stays in proportion to it.
-    if not every or fold.last_sequence - journal.snapshot < max(every, journal.snapshot // 8):
-        return
-    if newest is None or newest.sequence != fold.last_sequence:
+    if newest is None or not due(journal):
         return
     try:
         body = write(fold)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from loom_django.definitions import Tool
 from loom_django.engine.core import from_micros, random_token
 from loom_django.engine.doubt import doubt_waits
-from loom_django.engine.drive import CutOff, Invoke, Io, Outcome, Pause, Steps
+from loom_django.engine.drive import CutOff, Invoke, Io, Land, Outcome, Pause, Steps
 from loom_django.engine.late import note_late_result
 from loom_django.engine.transactions import call_tool
 from loom_django.engine.unwind import Unwind, Why
@@ -225,7 +225,7 @@ def _attempt(
     started = body.journal.record(Kind.STEP_STARTED, fields)
     body.did(started.data["at"])
     if tool.idempotent is False or tool.transactional or not body.may_defer():
-        yield Io(body.land)
+        yield Land(body.landing)
     body.reached("before-effect", step_id)
     body.raise_seal()  # sealed while the marker was made durable: the effect never starts
     if tool.transactional:
@@ -320,7 +320,7 @@ def _settled(body: Body, event: Event, elapsed: float, at_once: bool) -> Steps[N
     """An outcome is in hand: durable at once, or carried to the next boundary if the tool was quick."""
     body.did(event.data["at"])
     if at_once or (elapsed >= CARRY_LIMIT and not body.may_defer()):
-        yield Io(body.land)
+        yield Land(body.landing)
     body.reached("after-outcome", event.data["step"])
 
 
@@ -377,7 +377,7 @@ def _in_doubt(
 ) -> Steps[NoReturn]:
     frame = body.journal.fold.frames[step_id]
     try:
-        yield Io(lambda: body.park_in_doubt([frame], cause))
+        yield Land(lambda: body.park_in_doubt([frame], cause))
     except Unwind as unwind:
         unwind.cause = interrupt
         raise
@@ -432,7 +432,7 @@ def _retry(
         "next_at": body.journal.stamp() + round(delay * 1_000_000),
     }
     body.journal.record(Kind.STEP_RETRYING, fields)
-    yield Io(body.land)  # at once: the count of failures, and a fresh key, must survive a crash
+    yield Land(body.landing)  # at once: the count of failures, and a fresh key, must survive a crash
 
 
 def _await_retry(body: Body, frame: Frame) -> Steps[None]:
@@ -448,7 +448,7 @@ def _await_retry(body: Body, frame: Frame) -> Steps[None]:
     known = body.journal.fold.waits.get(wait.id)
     if known is None or not known.answered:
         yield from body.before_park([wait])
-        yield Io(lambda: body.park("retry", [wait]))
+        yield Land(lambda: body.park("retry", [wait]))
 
 
 # Transactional steps.

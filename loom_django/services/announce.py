@@ -22,6 +22,10 @@ facts = logging.getLogger("loom_django.executions")
 _Sent = tuple[Signal, dict[str, Any]]
 
 
+# What may need a person: a line in the log for each.
+_NOTED: Final = frozenset({Kind.EFFECT_INDOUBT, Kind.EXECUTION_FAILED})
+
+
 def _started(data: Mapping[str, Any]) -> list[_Sent]:
     subject = (data.get("options") or {}).get("subject")
     return [(signals.execution_started, {"subject": tuple(subject) if subject else None})]
@@ -86,6 +90,15 @@ _TELLS: Final[Mapping[str, tuple[tuple[Signal, ...], Callable[[Mapping[str, Any]
 }
 
 
+def tells(events: tuple[Event, ...]) -> bool:
+    """False if :func:`announce` has nothing to do for these events."""
+    return any(
+        event.kind in _NOTED or any(signal.receivers for signal in _TELLS[event.kind][0])
+        for event in events
+        if event.kind in _TELLS
+    )
+
+
 def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
     """Send what the events tell; a receiver that fails is logged and stops nothing."""
     for event in events:
@@ -103,7 +116,7 @@ def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:
 
 def _note(flow_id: str, event: Event) -> None:
     """A line for what may need a person. Never a value: messages of errors may hold some."""
-    if event.kind not in (Kind.EFFECT_INDOUBT, Kind.EXECUTION_FAILED):
+    if event.kind not in _NOTED:
         return
     about = {"execution_id": event.execution_id, "flow_id": flow_id}
     if event.kind == Kind.EFFECT_INDOUBT:

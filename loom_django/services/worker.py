@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any, Final
 
 from loom_django.conf import DEFAULT_QUEUE, Queue
-from loom_django.engine import snapshots
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.drive import abandoned
 from loom_django.engine.journal import Journal
@@ -123,6 +122,7 @@ class WorkerService:
         self._claims: queue.SimpleQueue[tuple[Claimed, list[Event] | None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._loop: BodyLoop | None = None
+        self._over: list[Claimed] = []  # of the loop: what is to be let go at the end of its turn
         self._shared = ExitStack()  # while bodies run, those that append at the same time share commits
 
     @property
@@ -262,7 +262,7 @@ class WorkerService:
         # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
         self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
         if counted.is_async:
-            self._loop = loop = self._loop or BodyLoop()
+            self._loop = loop = self._loop or BodyLoop(self.engine.store)
             loop.run(partial(self._run_in, loop, claim, events))
             return
         self._claims.put((claim, events))
@@ -314,27 +314,31 @@ class WorkerService:
                 loop,
                 claim.execution_id,
                 token=claim.token,
-                journal=lambda: self._journal(claim, events),
+                fence=claim.fence or None,
+                journal=self._journal(claim, events) if events else None,
                 stop=self.draining,
             )
         except BaseException:
             log.exception("a body run broke off", extra={"execution_id": claim.execution_id})
         finally:
-            loop.store.put(lambda: self._let_go(claim))  # in a thread: it may ring for others
+            self._over.append(claim)
+            if len(self._over) == 1:  # whose ends were landed together are let go together
+                loop.loop.call_soon(self._let_go_in, loop)
 
-    def _journal(self, claim: Claimed, events: list[Event] | None) -> Journal:
-        """The log of what was claimed, as it was read with others, or read by itself."""
-        fence = claim.fence or None
-        if events:
-            loaded = Loaded(tuple(events), claim.fence, 0)
-        else:
-            loaded = snapshots.load(self.engine, claim.execution_id)
-        return open_journal(self.engine, loaded, fence=fence)
+    def _let_go_in(self, loop: BodyLoop) -> None:
+        over, self._over = self._over, []
+        loop.store.put(lambda: self._let_go(*over))  # in a thread: it may ring for others
 
-    def _let_go(self, claim: Claimed) -> None:
-        self.engine.keeper.drop(claim.execution_id, claim.token)
+    def _journal(self, claim: Claimed, events: list[Event]) -> Journal:
+        """The log of what was claimed, as it was read with others."""
+        return open_journal(self.engine, Loaded(tuple(events), claim.fence, 0), fence=claim.fence or None)
+
+    def _let_go(self, *claims: Claimed) -> None:
+        for claim in claims:
+            self.engine.keeper.drop(claim.execution_id, claim.token)
         with self._condition:
-            self._held.pop(claim, None)
+            for claim in claims:
+                self._held.pop(claim, None)
             self._condition.notify_all()
         self.on_free()
 

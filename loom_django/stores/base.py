@@ -842,6 +842,9 @@ class Store(
     def measure(self) -> None:
         """Measure the offset again."""
 
+    def clock_is_old(self) -> bool:
+        """True if :meth:`check_clock` would ask the database."""
+
     def check_clock(self) -> None:
         """Measure the offset again if that was some time ago, or the host's clock has been moved since.
 

@@ -779,6 +779,9 @@ class MemoryStore:
     def measure(self) -> None:
         """Nothing to do: the offset is never remembered."""
 
+    def clock_is_old(self) -> bool:
+        return False
+
     def check_clock(self) -> None:
         """Nothing to do: the offset is never remembered."""
 

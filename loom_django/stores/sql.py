@@ -768,13 +768,18 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         self._measured_at, self._apart = time.monotonic(), _apart()
         self._offset = (asked - before - (after - before) / 2).total_seconds()
 
+    def clock_is_old(self) -> bool:
+        old = time.monotonic() - self._measured_at >= CLOCK_AGE
+        moved = abs(_apart() - self._apart) >= CLOCK_STEP
+        return self._offset is None or old or moved
+
     def check_clock(self) -> None:
+        if not self.clock_is_old():
+            return
         if self._offset is None:
             self.measure()
             return
-        old = time.monotonic() - self._measured_at >= CLOCK_AGE
-        moved = abs(_apart() - self._apart) >= CLOCK_STEP
-        if not (old or moved) or self.in_testcase():
+        if self.in_testcase():
             return
         try:
             self.measure()

@@ -19,7 +19,7 @@ from loom_django.engine.code import flow_for
 from loom_django.engine.compensation import compensated
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
-from loom_django.engine.drive import Driver, Enter, Steps, inside_body
+from loom_django.engine.drive import Driver, Enter, Landing, Steps, inside_body
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
@@ -220,7 +220,8 @@ class _FromLog(Body):
     def _take_kept(self, wait: Wait) -> bool:
         return False
 
-    def park(self, reason: str, waits: list[Wait], **how: Any) -> None:
+    def park(self, reason: str, waits: list[Wait], **how: Any) -> Landing[None]:
+        yield from ()  # nothing is written
         for wait in waits:
             on = f"a wait for {wait.correlation_key or wait.on}"
             self._expect(None, on, lambda expected: expected["id"] == wait.id)  # noqa: B023

@@ -81,13 +81,18 @@ def _prepare(job: dict[str, Any]) -> None:
 
 def _watch_appends(store: Any, stage: Any) -> None:
     """Before each append the point "append" is reached, by the kind of its last event."""
-    append = store.append
+    append, append_shared = store.append, store.append_shared
 
     def watched(commit: Any) -> None:
         stage.reached("append", str(commit.events[-1].kind))
         append(commit)
 
-    store.append = watched
+    def watched_shared(commits: Any) -> Any:
+        for commit in commits:
+            stage.reached("append", str(commit.events[-1].kind))
+        return append_shared(commits)
+
+    store.append, store.append_shared = watched, watched_shared
 
 
 def _say_when_draining() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -67,14 +67,25 @@ class World:
 
 def watch_projection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After every append, whatever a test does: the row that landed is the fold of the log that landed."""
-    append = store.append
+    append, append_shared = store.append, store.append_shared
 
-    def checked(commit: Commit) -> None:
-        append(commit)
+    def check(commit: Commit) -> None:
         state = fold(store.read(commit.execution_id))
         assert stored_projection(store, commit.execution_id) == columns(project(state))
 
+    def checked(commit: Commit) -> None:
+        append(commit)
+        check(commit)
+
+    def checked_shared(commits: Sequence[Commit]) -> list[Exception | None]:
+        outcomes: list[Exception | None] = append_shared(commits)
+        for commit, outcome in zip(commits, outcomes, strict=True):
+            if outcome is None:
+                check(commit)
+        return outcomes
+
     monkeypatch.setattr(store, "append", checked)
+    monkeypatch.setattr(store, "append_shared", checked_shared)
 
 
 def stored_projection(store: Any, execution_id: str) -> dict[str, Any]:

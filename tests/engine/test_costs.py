@@ -5,6 +5,7 @@ The work is that of ``benchmarks/``; what it takes in time is told there.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -16,8 +17,9 @@ from django.db import connection
 from benchmarks import columns, fences, wholes
 from benchmarks.counts import Counts
 from benchmarks.frame import Bench, Case, shape
-from loom_django import FlowContext, StepContext, flow, tool
+from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
 from loom_django.engine.core import NoKeeper
+from loom_django.engine.threads import Threads
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.worker import WorkerService
@@ -198,6 +200,54 @@ def test_bodies_that_run_at_the_same_time_share_commits(monkeypatch: pytest.Monk
     )  # the markers and the ends; outcomes go by themselves where a tool took its time
     assert len(sizes) <= MANY // 4
     assert store._group is None
+
+
+all_async = asyncio.Barrier(MANY)
+
+
+@tool
+async def astep(ctx: StepContext) -> int:
+    return 1
+
+
+@flow("costs.async", steps=[astep])
+async def awaits(ctx: AsyncFlowContext) -> int:
+    await all_async.wait()
+    return await ctx.run(astep)
+
+
+def test_async_bodies_are_landed_by_one_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 async bodies at a time: a step and an end of each are two appends, in few grouped calls, and a body takes no
+    thread to be entered, to append or to be left."""
+    store: Any = store_for("default")
+    bench = Bench(store, keeper=NoKeeper())
+    bench.loom.dispatcher = WorkerDispatcher()
+    ids = [bench.loom.start(awaits).id for _ in range(MANY)]
+    sizes: list[int] = []
+    handed: list[Any] = []
+    append_shared, put = store.append_shared, Threads.put
+
+    def counted(commits: Sequence[Any]) -> Any:
+        sizes.append(len(commits))
+        return append_shared(commits)
+
+    def counted_put(threads: Threads, work: Any) -> None:
+        handed.append(work)
+        put(threads, work)
+
+    monkeypatch.setattr(store, "append_shared", counted)
+    monkeypatch.setattr(Threads, "put", counted_put)
+    freed = threading.Semaphore(0)
+    worker = WorkerService(bench.engine, concurrency=MANY, on_free=freed.release)
+    while worker.claimed < MANY:
+        worker.tick()
+    while worker.running:
+        assert freed.acquire(timeout=60)
+    assert worker.drain(60)
+    assert {store.status(key) for key in ids} == {Status.COMPLETED}
+    assert 2 * MANY <= sum(sizes) <= 3 * MANY  # outcomes go by themselves where a tool took its time
+    assert len(sizes) <= MANY // 4
+    assert len(handed) <= 2 * len(sizes) + 1  # each call, and each time that some are let go; the clock
 
 
 @pytest.mark.parametrize("whole", wholes.WHOLES, ids=lambda whole: whole.name)

@@ -7,7 +7,7 @@ import contextvars
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +17,22 @@ from django.db import connection, connections
 from loom_django import AsyncFlowContext, FlowContext, RetryPolicy, StepContext, flow, tool
 from loom_django.engine import calls, shared
 from loom_django.engine.drive import abandoned
+from loom_django.engine.outside import note
 from loom_django.engine.shared import STORE_THREADS, TOOL_THREADS
+from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.worker import WorkerService
+from loom_django.signals import execution_completed
 from loom_django.testing import override_loom
 from tests.engine.conftest import World
+
+if connection.vendor == "postgresql":
+    from loom_django.stores import postgresql_append
+    from tests.stores import rivals
+
+of_postgresql = pytest.mark.skipif(connection.vendor != "postgresql", reason="of PostgreSQL alone")
 
 PATIENCE = 20.0
 MANY = 64
@@ -64,7 +73,7 @@ def site(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def ours() -> list[str]:
     """The threads of the loop, and those beside it."""
-    names = ("loom-bodies", "loom-store", "loom-plain", "loom-sync", "loom-tool")
+    names = ("loom-bodies", "loom-writer", "loom-store", "loom-plain", "loom-sync", "loom-tool")
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
@@ -103,7 +112,8 @@ def test_many_bodies_run_at_a_time_in_one_thread(site: Site) -> None:
     assert site.run(*started) == [Status.COMPLETED] * MANY
     used.append(connections_of_this_database(site.world))
     assert len(threads) == 1
-    assert max(most) <= 2 + STORE_THREADS + TOOL_THREADS  # the loop's, and the one that watches it
+    # The loop's, the one that watches it, and the writer.
+    assert max(most) <= 3 + STORE_THREADS + TOOL_THREADS
     assert max(used) <= STORE_THREADS + TOOL_THREADS + 6
     for handle in started[:3]:
         site.world.check(handle.id)
@@ -156,18 +166,20 @@ def test_branches_plain_tools_and_notes_go_beside_each_other(site: Site) -> None
 def test_a_note_that_is_made_while_a_sibling_is_being_stored_is_not_lost(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for that, as all rules of one body do for each other."""
+    """It goes with the next append, and the loop does not stand still for it."""
     storing, noted = threading.Event(), threading.Event()
+    in_time: list[bool] = []
     store = site.world.engine.store
-    plain_append = store.append
+    append_shared = store.append_shared
 
-    def append(commit: Any) -> None:
-        plain_append(commit)
-        if any(event.kind == "STEP_STARTED" for event in commit.events):
+    def append(commits: Sequence[Any]) -> Any:
+        outcomes = append_shared(commits)
+        if any(event.kind == "STEP_STARTED" for commit in commits for event in commit.events):
             storing.set()
-            noted.wait(0.2)
+            in_time.append(noted.wait(PATIENCE))
+        return outcomes
 
-    monkeypatch.setattr(store, "append", append)
+    monkeypatch.setattr(store, "append_shared", append)
 
     @tool
     async def step(ctx: StepContext) -> int:
@@ -188,7 +200,9 @@ def test_a_note_that_is_made_while_a_sibling_is_being_stored_is_not_lost(
 
     handle = body.start()
     assert site.run(handle) == [Status.COMPLETED]
+    assert in_time == [True]
     assert site.world.kinds(handle.id).count("note") == 1
+    site.world.check(handle.id)
 
 
 @pytest.mark.parametrize("idempotent", [True, False])
@@ -582,3 +596,225 @@ def test_a_drain_does_not_wait_for_a_retry_that_is_waited_for_in_process(site: S
     assert site.ended(waits) == [Status.RUNNING]
     assert time.monotonic() - began < 3
     assert site.world.engine.store.held(waits.id) is None
+
+
+def test_what_becomes_ready_together_is_landed_together(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appends of many bodies go in few grouped calls, branches of one body in one commit, and no thread between."""
+    store = site.world.engine.store
+    calls_of: list[list[str]] = []
+    append_shared = store.append_shared
+
+    def append(commits: Sequence[Any]) -> Any:
+        calls_of.append([commit.execution_id for commit in commits])
+        return append_shared(commits)
+
+    monkeypatch.setattr(store, "append_shared", append)
+    meet = asyncio.Barrier(MANY)
+
+    @tool
+    async def step(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.together", steps=[step])
+    async def body(ctx: AsyncFlowContext) -> int:
+        await meet.wait()
+        done = await ctx.parallel({f"b{number}": step.bind() for number in range(8)})
+        return sum(done.values())
+
+    started = [body.start() for _ in range(MANY)]
+    assert site.run(*started) == [Status.COMPLETED] * MANY
+    assert {handle.result() for handle in started} == {8}
+    assert sum(map(len, calls_of)) <= 4 * MANY  # the markers of all branches, their outcomes, the end
+    assert len(calls_of) <= MANY // 2
+    assert all(len(ids) == len(set(ids)) for ids in calls_of)  # an execution waits for its append
+    for handle in started[:3]:
+        site.world.check(handle.id)
+
+
+def test_a_body_that_is_cancelled_while_its_append_is_under_way(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The append is waited for and counts; then the flow is told that it may not cut itself off."""
+    storing, cancelled = threading.Event(), threading.Event()
+    store = site.world.engine.store
+    append_shared = store.append_shared
+
+    def append(commits: Sequence[Any]) -> Any:
+        if any(event.kind == "STEP_STARTED" for commit in commits for event in commit.events):
+            storing.set()
+            assert cancelled.wait(PATIENCE)
+        return append_shared(commits)
+
+    monkeypatch.setattr(store, "append_shared", append)
+
+    @tool
+    async def step(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.cut", steps=[step])
+    async def body(ctx: AsyncFlowContext) -> None:
+        own: Any = asyncio.current_task()
+
+        async def cancel() -> None:
+            while not storing.is_set():
+                await asyncio.sleep(0.001)
+            own.cancel()
+            cancelled.set()
+
+        beside = asyncio.create_task(cancel())
+        try:
+            await ctx.run(step)
+        finally:
+            await beside
+
+    handle = body.start()
+    assert site.run(handle) == [Status.FAILED]
+    assert site.world.kinds(handle.id) == ["EXECUTION_STARTED", "STEP_STARTED", "EXECUTION_FAILED"]
+    site.world.check(handle.id)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("world", ["database"], indirect=True)
+def test_who_is_told_of_an_end_may_ask_the_database(site: Site) -> None:
+    """Receivers of signals run in a thread, where queries are allowed."""
+    told: list[int] = []
+
+    def ended(**_: Any) -> None:
+        told.append(User.objects.count())
+
+    @flow("s.told")
+    async def body(ctx: AsyncFlowContext) -> None:
+        return None
+
+    execution_completed.connect(ended)
+    try:
+        started = [body.start() for _ in range(3)]
+        assert site.run(*started) == [Status.COMPLETED] * 3
+    finally:
+        execution_completed.disconnect(ended)
+    assert told == [0, 0, 0]
+
+
+def test_a_note_of_somebody_else_is_passed_in_the_loop(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the sequence of a body's append, which goes behind it."""
+    store = site.world.engine.store
+    append_shared = store.append_shared
+
+    def append(commits: Sequence[Any]) -> Any:
+        monkeypatch.setattr(store, "append_shared", append_shared)
+        note(site.world.engine, commits[0].execution_id, Kind.EXECUTION_DENIED, {"act": "resume"})
+        return append_shared(commits)
+
+    monkeypatch.setattr(store, "append_shared", append)
+
+    @tool
+    async def step(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.passes", steps=[step])
+    async def body(ctx: AsyncFlowContext) -> int:
+        return await ctx.run(step)
+
+    handle = body.start()
+    assert site.run(handle) == [Status.COMPLETED]
+    assert site.world.kinds(handle.id) == [
+        "EXECUTION_STARTED", "EXECUTION_DENIED", "STEP_STARTED", "STEP_COMPLETED", "EXECUTION_COMPLETED",
+    ]  # fmt: skip
+    site.world.check(handle.id)
+
+
+def test_an_append_that_fails_in_its_own_way_ends_no_other_body(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the grouped call raises, whatever it is, is each body's own; the loop and the writer go on."""
+    store = site.world.engine.store
+    append_shared = store.append_shared
+
+    def append(commits: Sequence[Any]) -> Any:
+        monkeypatch.setattr(store, "append_shared", append_shared)
+        raise RuntimeError("the driver has a fault")
+
+    monkeypatch.setattr(store, "append_shared", append)
+
+    @flow("s.breaks")
+    async def body(ctx: AsyncFlowContext) -> int:
+        return 1
+
+    broken = body.start()
+    assert site.run(broken) == [Status.PENDING]
+    other = body.start()
+    site.begin(broken, other)
+    assert site.ended(other) == [Status.COMPLETED]
+
+
+@of_postgresql
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("world", ["database"], indirect=True)
+class TestGroupedCall:
+    """What befalls the one call that lands what many bodies have composed."""
+
+    def parks(self, site: Site, count: int) -> tuple[list[Handle[Any]], Callable[[], None]]:
+        """Bodies that are to park together, as soon as they are let."""
+        inside: set[str] = set()
+        go = threading.Event()
+        meet = asyncio.Barrier(count)
+
+        @flow("s.parks")
+        async def body(ctx: AsyncFlowContext) -> None:
+            inside.add(ctx.execution_id)
+            while not go.is_set():
+                await asyncio.sleep(0.005)
+            await meet.wait()
+            await ctx.suspend("A")
+
+        started = [body.start() for _ in range(count)]
+        site.begin(*started)
+        eventually(lambda: len(inside) == count)
+        return started, go.set
+
+    def lock(self, handle: Handle[Any]) -> str:
+        return f"select from loom_fence where execution_id = '{handle.id}' for update"
+
+    def check(self, site: Site, started: Sequence[Handle[Any]]) -> None:
+        for handle in started:
+            assert site.world.kinds(handle.id) == ["EXECUTION_STARTED", "EXECUTION_SUSPENDED"]
+            site.world.check(handle.id)
+
+    def test_a_blocked_neighbour_waits_by_itself(self, site: Site) -> None:
+        """Whose row somebody holds waits for as long as that takes; the others are parked meanwhile, and run on."""
+        started, let_go = self.parks(site, 6)
+        with rivals.holding(self.lock(started[2])) as rival:
+            let_go()
+            others = [handle for handle in started if handle is not started[2]]
+            eventually(lambda: all(handle.status == Status.SUSPENDED for handle in others))
+            rivals.wait_until_blocked()
+            assert started[2].status == Status.PENDING
+
+            @flow("s.neighbour")
+            async def neighbour(ctx: AsyncFlowContext) -> int:
+                return 1
+
+            late = neighbour.start()
+            site.begin(*started, late)
+            eventually(lambda: late.status == Status.COMPLETED)
+            rival.commit()
+        assert site.ended(*started) == [Status.SUSPENDED] * 6
+        self.check(site, started)
+
+    def test_a_connection_that_is_lost_amid_it(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nobody knows what came of it: all is sent again on another one, and each is there once."""
+        monkeypatch.setattr(postgresql_append, "BRIEF", "30s")
+        postgresql_append.text_of.cache_clear()
+        started, let_go = self.parks(site, 6)
+        try:
+            with rivals.holding(self.lock(started[2])) as rival:
+                let_go()
+                (pid,) = rivals.wait_until_blocked()
+                with rivals.connect(autocommit=True) as operator:
+                    operator.execute("select pg_terminate_backend(%s)", [pid])
+                assert rivals.wait_until_blocked() != [pid]
+                rival.commit()
+            assert site.ended(*started) == [Status.SUSPENDED] * 6
+        finally:
+            postgresql_append.text_of.cache_clear()
+        self.check(site, started)
