@@ -749,9 +749,6 @@ def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended
 
 def close_with_parent(engine: Engine, execution_id: str) -> Appended | None:
     """Cancel a child whose parent has ended, if it was started to end with it; None if it was not."""
-    head = engine.store.head(execution_id)
-    if head is None or head.parent_id is None:
-        return None
     events = engine.store.read(execution_id, limit=1)
     options = events[0].data.get("options") or {} if events else {}
     parent = options.get("parent")

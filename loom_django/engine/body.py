@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import UUID
@@ -44,6 +45,7 @@ from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import (
     ContextMisuseError,
     DuplicateStepError,
+    ExecutionConflictError,
     FlowDivergenceError,
     HistoryLimitError,
     InvalidInputError,
@@ -69,7 +71,7 @@ from loom_django.kernel.state import (
     WaitStatus,
     is_reserved,
 )
-from loom_django.stores.base import NOBODY, Message, TimerRow, WakesMoved
+from loom_django.stores.base import NOBODY, Message, SequenceOccupied, TimerRow, WakesMoved
 
 T = TypeVar("T")
 
@@ -357,17 +359,32 @@ class Body:
         carried_out(self.landing(**what))
 
     def landing(self, **what: Any) -> Landing[None]:
-        """Make the kept facts durable, or stop the body."""
+        """Make the kept facts durable, or stop the body.
+
+        Raises:
+            WakesMoved: look again. ExecutionConflictError: a child's id is taken; nothing from its start on landed.
+        """
         try:
             # A lease may be over: whether the append still holds is the store's to say.
             yield from self.journal.landing(**what)
         except WakesMoved:
             raise
         except LOST as exc:
+            if isinstance(exc, SequenceOccupied) and exc.execution_id in self.journal.fold.children:
+                yield Io(partial(self._refuse_taken, exc.execution_id))
             raise self.seal(Why.LOST, exc) from exc
         except Exception as exc:
             raise self.seal(Why.STORE, exc) from exc
         self.shared.landed_once = True
+
+    def _refuse_taken(self, child_id: str) -> NoReturn:
+        """Refuse to start a child under an id that is another's.
+
+        Its end would wake its own parent, or nobody: whoever waited for it here would wait for ever.
+        """
+        before = list(takewhile(lambda event: event.kind != Kind.CHILD_STARTED, self.journal.kept))
+        self.ask_store(lambda: self.journal.rebase(before))
+        self.refuse(ExecutionConflictError(child_id, "parent"))
 
     def ask_store(self, call: Callable[[], T]) -> T:
         """Read from the store; a flow is not to take a database's outage for an outcome."""

@@ -19,9 +19,7 @@ from loom_django.engine.start import child_start
 from loom_django.errors import (
     ChildFailed,
     ContextMisuseError,
-    ExecutionConflictError,
     InvalidInputError,
-    LoomError,
     shown,
 )
 from loom_django.kernel import codec, keys
@@ -73,15 +71,8 @@ def flow_named(body: Body, flow: Flow[..., Any] | str) -> Flow[..., Any]:
 
 def _land_start(body: Body, flow: Flow[..., Any], given: Mapping[str, Any], child_id: str, note: str) -> None:
     engine, policy = body.engine, flow.options.on_parent_close
-    there = body.ask_store(lambda: engine.store.status(child_id))
-    try:
-        if there is not None:
-            # Its end would wake its own parent, or nobody: whoever waited for it here would wait for ever.
-            raise ExecutionConflictError(child_id, "parent")
-        parent = body.journal.fold.chain
-        commit, later = child_start(engine, flow, given, flow.options, child_id, parent)
-    except LoomError as exc:
-        body.refuse(exc)
+    parent = body.journal.fold.chain
+    commit, later = body.checked(lambda: child_start(engine, flow, given, flow.options, child_id, parent))
     fields = {"note": note, "child": child_id, "flow": flow.id, "on_parent_close": policy}
     event = body.journal.record(Kind.CHILD_STARTED, fields)
     body.did(event.data["at"])

@@ -1,5 +1,7 @@
 """Who still waits for children, told without its log: a thousand ends of one parent must not read it a thousand times.
 
+Ends that land together are looked at together, too: one thread does it for those that come meanwhile.
+
 A park on children is remembered with those that may live. While the log ends where it did and each wait has one that
 lives, no wait is over, whoever else has ended. They are asked from the last one on, and one that has ended is asked
 no more: so all the looks of a park ask little more than once for each child. Nothing but speed hangs on it: what is
@@ -8,9 +10,10 @@ not known is looked up.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -43,14 +46,43 @@ class Watch:
     def __init__(self) -> None:
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._children = 0
+        # Who is looked at just now, by process, since a forked child has not the thread that looks; and whether
+        # somebody has asked for a look since that one began.
+        self._looking: dict[tuple[int, str], bool] = {}
         self._lock = threading.Lock()
 
-    def in_vain(self, engine: Engine, execution_id: str, *, at: Collection[int] = ()) -> bool:
+    def told_together(self, execution_id: str, look: Callable[[], bool]) -> bool:
+        """Tell what a look says, or True if another thread will look for this one: later than now, and as often as
+        it says True while others come.
+        """
+        key = (os.getpid(), execution_id)
+        with self._lock:
+            if key in self._looking:
+                self._looking[key] = True
+                return True
+            self._looking[key] = False
+        while True:
+            told = False
+            try:
+                told = look()
+            finally:
+                with self._lock:
+                    again = told and self._looking[key]
+                    if again:
+                        self._looking[key] = False
+                    else:
+                        del self._looking[key]
+            if not again:
+                return told
+
+    def in_vain(
+        self, engine: Engine, execution_id: str, head: Head | None, *, at: Collection[int] = ()
+    ) -> bool:
         """Tell that a look at its park would find nothing to do, nor a wait that ends ``at``; False says nothing.
 
-        An execution that is not parked will count the wakes at its next park, and look itself if one moved.
+        ``head`` is where it stands. An execution that is not parked will count the wakes at its next park, and look
+        itself if one moved.
         """
-        head = engine.store.head(execution_id)
         if head is not None and head.status is Status.CONTINUED:
             newest = engine.store.newest(execution_id)
             execution_id = newest.id if newest is not None else execution_id
@@ -58,11 +90,6 @@ class Watch:
         if head is None or head.status is Status.CONTINUED:
             return False
         return head.status is not Status.SUSPENDED or self._none_over(engine, execution_id, head, at)
-
-    def waits_on(self, engine: Engine, execution_id: str) -> bool:
-        """Tell that it is parked, and nothing of the park is over; False says nothing."""
-        head = engine.store.head(execution_id)
-        return head is not None and self._none_over(engine, execution_id, head, ())
 
     def _none_over(self, engine: Engine, execution_id: str, head: Head, at: Collection[int]) -> bool:
         # The log was asked first: a park that comes after this look counts the wakes itself.

@@ -32,7 +32,10 @@ class Redriver(Protocol):
 
 
 class ArrivalRedriver:
-    """Answers a park with what has come for it: a message, an answer that was kept, children that ended."""
+    """Answers a park with what has come for it: a message, an answer that was kept, children that ended.
+
+    A child that was started to end with its parent is ended if that has come to its end; this is asked first.
+    """
 
     name = "arrivals"
 
@@ -41,8 +44,19 @@ class ArrivalRedriver:
         self.dispatcher = dispatcher
 
     def redrive(self, execution_id: str) -> Told:
-        if self.engine.watch.in_vain(self.engine, execution_id):
-            return "noop"
+        return self.glance(execution_id) or self.deliver(execution_id)
+
+    def glance(self, execution_id: str) -> Told | None:
+        """What can be told without its log; None if that is to be read."""
+        head = self.engine.store.head(execution_id)
+        if head is None:
+            return None
+        if head.parent_id is not None and answers.close_with_parent(self.engine, execution_id) is not None:
+            return "done"
+        return "noop" if self.engine.watch.in_vain(self.engine, execution_id, head) else None
+
+    def deliver(self, execution_id: str) -> Told:
+        """Read its log, and answer its park if something has come for it."""
         dispatcher = self.dispatcher()
         ticket = dispatcher.ticket()
         appended = answers.deliver(self.engine, execution_id, ticket.ownership)
@@ -53,29 +67,15 @@ class ArrivalRedriver:
         return "done"
 
 
-class CloseRedriver:
-    """Ends a child that was started to end with its parent."""
-
-    name = "close"
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def redrive(self, execution_id: str) -> Told:
-        return "noop" if answers.close_with_parent(self.engine, execution_id) is None else "done"
-
-
-def redrivers(engine: Engine, dispatcher: Callable[[], Dispatcher]) -> tuple[Redriver, ...]:
-    """All of loom's own. Whether a child is to end is asked before it is set going again."""
-    return (CloseRedriver(engine), ArrivalRedriver(engine, dispatcher))
-
-
 def look_now(engine: Engine, dispatcher: Callable[[], Dispatcher], execution_id: str) -> None:
-    """Do at once what a re-drive row asks for; the row stays, and is done again if this fails."""
+    """Do at once what a re-drive row asks for; the row stays, and is done again if this fails.
+
+    Of threads that are to look at one execution at the same time one does it for all.
+    """
+    redriver = ArrivalRedriver(engine, dispatcher)
     try:
-        for redriver in redrivers(engine, dispatcher):
-            if redriver.redrive(execution_id) != "noop":
-                return
+        if not engine.watch.told_together(execution_id, lambda: redriver.glance(execution_id) is not None):
+            redriver.deliver(execution_id)
     except Exception:
         log.warning(
             "what has come for an execution could not be delivered at once; the timer loop will",

@@ -7,7 +7,7 @@ neither vanishes nor stands in the way of others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from loom_django.engine import answers
@@ -19,9 +19,9 @@ from loom_django.errors import (
     StoreUnavailableError,
 )
 from loom_django.kernel.backoff import redrive_delay
-from loom_django.services import announce, redrive
+from loom_django.services import announce
 from loom_django.services.dispatch import Dispatcher, hand_on
-from loom_django.services.redrive import Redriver
+from loom_django.services.redrive import ArrivalRedriver, Redriver
 from loom_django.stores.base import Due, TimerRow
 
 log = logging.getLogger("loom_django.timers")
@@ -52,7 +52,7 @@ class TimerService:
         self.engine = engine
         self.dispatcher = dispatcher
         self.limit = limit
-        self.redrivers = redrive.redrivers(engine, dispatcher) if redrivers is None else tuple(redrivers)
+        self.redrivers = (ArrivalRedriver(engine, dispatcher),) if redrivers is None else tuple(redrivers)
         self.fired = 0
 
     def tick(self) -> bool:
@@ -83,7 +83,7 @@ class TimerService:
         execution_id, store = dues[0].row.execution_id, self.engine.store
         at = {to_micros(due.row.wake_at) for due in dues}
         try:
-            if not self.engine.watch.in_vain(self.engine, execution_id, at=at):
+            if not self._in_vain(execution_id, at):
                 return False
             self._redrive(execution_id)
         except StoreUnavailableError:
@@ -92,8 +92,7 @@ class TimerService:
             if store.is_connection_lost(exc):
                 raise
             return False  # it is told of each row by itself
-        for due in dues:
-            store.retire(execution_id, due.row.wake_at, claimed=due.row)
+        store.retire_redrives(execution_id, claimed=dues[0].row)
         return True
 
     def _serve(self, due: Due) -> None:
@@ -118,15 +117,18 @@ class TimerService:
             store.retire(row.execution_id, row.wake_at, claimed=row)
             return
         woken = False
-        if row.redrive is None or not self.engine.watch.in_vain(
-            self.engine, row.execution_id, at=(to_micros(row.wake_at),)
-        ):
+        if row.redrive is None or not self._in_vain(row.execution_id, (to_micros(row.wake_at),)):
             woken = self._wake(row)
         if row.redrive is not None and not woken:
             woken = self._redrive(row.execution_id)
         if row.redrive is not None or not woken:
             # Its wait is not pending any more, or what it stands for has been looked at.
             store.retire(row.execution_id, row.wake_at, claimed=row)
+
+    def _in_vain(self, execution_id: str, at: Collection[int]) -> bool:
+        """Tell that nothing of its park is over, by itself or ``at`` these instants; False says nothing."""
+        engine = self.engine
+        return engine.watch.in_vain(engine, execution_id, engine.store.head(execution_id), at=at)
 
     def _wake(self, row: TimerRow) -> bool:
         """Answer the waits of that instant; the append takes the row along."""

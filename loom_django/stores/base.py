@@ -561,7 +561,7 @@ class TimerStore(Protocol):
         """
 
     def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
-        """Take due rows: no other claim sees them for ``hold`` seconds (their ``not_before`` moves).
+        """Take due rows: no other claim sees them for ``hold`` seconds (their ``not_before`` moves, to one instant).
 
         Those that are due longest first. Rows of flows outside ``known``, and re-drive rows where
         ``redrive`` is False, are left out before the limit; a row whose execution is gone goes to anybody
@@ -576,6 +576,9 @@ class TimerStore(Protocol):
 
     def retire(self, execution_id: str, wake_at: datetime, *, claimed: TimerRow | None = None) -> None:
         """Remove one row; with ``claimed``, only if it was not written anew since that claim."""
+
+    def retire_redrives(self, execution_id: str, *, claimed: TimerRow) -> None:
+        """Remove the re-drive rows that were taken by the claim of this one, but for what was written anew since."""
 
     def timers(self, execution_id: str) -> list[TimerRow]:
         """All rows of an execution, soonest first."""

@@ -501,6 +501,13 @@ class MemoryStore:
             if there is not None and (claimed is None or there.not_before == claimed.not_before):
                 del rows[wake_at]
 
+    def retire_redrives(self, execution_id: str, *, claimed: TimerRow) -> None:
+        with self._lock:
+            rows = self._tables.timers[execution_id]
+            for row in [row for row in rows.values() if row.redrive is not None and not row.deadline]:
+                if row.not_before == claimed.not_before:
+                    del rows[row.wake_at]
+
     def timers(self, execution_id: str) -> list[TimerRow]:
         with self._lock:
             return sorted(self._tables.timers[execution_id].values(), key=lambda row: row.wake_at)

@@ -559,6 +559,9 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
             names = {"id": execution_id, "wake_at": wake_at, "claimed": claimed.not_before}
             self._run("retire_claimed", names)
 
+    def retire_redrives(self, execution_id: str, *, claimed: TimerRow) -> None:
+        self._run("retire_redrives", {"id": execution_id, "claimed": claimed.not_before})
+
     def timers(self, execution_id: str) -> list[TimerRow]:
         return [self._timer_row(row) for row in self._run("timers", {"id": execution_id})]
 

@@ -420,6 +420,15 @@ SHARED: Final = named(
         repeatable=True,
     ),
     Statement(
+        "retire_redrives",
+        "All that one claim took, which has put them off until the same instant.",
+        """
+        delete from loom_timer
+        where execution_id = %(id)s and redrive is not null and not deadline and not_before = $at(claimed)
+        """,
+        repeatable=True,
+    ),
+    Statement(
         "timers",
         "What is owed to one execution.",
         f"select {_TIMER} from loom_timer t where execution_id = %(id)s order by wake_at",

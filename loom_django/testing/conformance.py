@@ -1601,6 +1601,29 @@ class TimerStoreConformance(StoreConformance):
         self.store.retire(log.id, self.at(9))
         assert [row.wake_at for row in self.store.timers(log.id)] == [self.at(2)]
 
+    def test_redrives_of_one_claim_are_retired_together(self) -> None:
+        """But for what was written anew since, what another claim took, other rows and those of others."""
+        log, other = self.parked(), self.parked()
+        for seconds in (-9, -8, -7, 600):
+            self.store.schedule(TimerRow(log.id, self.at(seconds), redrive=0))
+        self.store.schedule(TimerRow(log.id, self.at(-6)))
+        self.store.schedule(TimerRow(log.id, self.at(-5), redrive=0, deadline=True))
+        self.store.schedule(TimerRow(other.id, self.at(-4), redrive=0))
+        claimed = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        assert len(claimed) == 6
+        self.store.schedule(TimerRow(log.id, self.at(-8), redrive=0))
+        self.store.schedule(TimerRow(log.id, self.at(-3), redrive=0))
+        (late,) = self.store.claim_due(limit=1, hold=60, known=self.known, redrive=True)
+        assert late.row.wake_at == self.at(-8)
+        self.store.retire_redrives(log.id, claimed=claimed[0].row)
+        left = [-8, -6, -5, -3, 600]
+        assert [row.wake_at for row in self.store.timers(log.id)] == [self.at(seconds) for seconds in left]
+        assert len(self.store.timers(other.id)) == 1
+        self.store.retire_redrives(log.id, claimed=late.row)
+        assert [row.wake_at for row in self.store.timers(log.id)] == [
+            self.at(seconds) for seconds in left[1:]
+        ]
+
     def test_the_next_due_is_known(self) -> None:
         """The soonest by wake_at or by not_before."""
         log = self.parked()

@@ -361,3 +361,23 @@ def test_an_execution_of_somebody_else_is_no_child(world: World) -> None:
         handle.result()
     assert world.kinds("p") == ["EXECUTION_STARTED", "EXECUTION_FAILED"]
     assert world.state("mine").status is Status.SUSPENDED
+
+
+def test_a_parents_own_id_is_no_childs(world: World) -> None:
+    """It is refused, and nothing of it is written; what the body had done before is kept."""
+    child = child_flow("c.own.child")
+
+    @tool
+    def quick(ctx: StepContext) -> None:
+        """Its outcome lands with what comes next."""
+
+    @flow("c.own", steps=[quick])
+    def body(ctx: FlowContext) -> Any:
+        ctx.run(quick)
+        ctx.start_child(child.using(execution_id=ctx.execution_id), 1)
+
+    handle = body.using(execution_id="p").start()
+    with pytest.raises(ExecutionFailedError) as failed:
+        handle.result()
+    assert failed.value.error_type == "loom_django.errors.ExecutionConflictError"
+    assert world.kinds("p") == ["EXECUTION_STARTED", "STEP_STARTED", "STEP_COMPLETED", "EXECUTION_FAILED"]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final
+from unittest.mock import patch
 
 import pytest
 
 from loom_django import FlowContext, WaitTimedOut, flow
 from loom_django.engine.core import random_token
 from loom_django.engine.run import run_execution
+from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.timers import TimerService
 from tests.engine.conftest import World
@@ -20,6 +24,7 @@ from tests.engine.conftest import World
 # A thousand when this was written.
 CHILDREN: Final = 100
 HALF: Final = CHILDREN // 2
+FEW: Final = 5
 
 # Rows that are read, and calls to the store, for each end at most. To look at all of them at each end is 200 and more.
 ROWS: Final = 60
@@ -143,21 +148,91 @@ def test_ends_are_seen_to_be_in_vain_without_the_parents_log(world: World, count
     for number in range(HALF, CHILDREN - 1):
         run(world, f"p/m.number#{number + 1}")
     assert counted.calls["load"] == CHILDREN - 1 - HALF
-    # A look asks where the parent stands, and for one child that lives; whether it has a parent itself is asked too.
-    assert counted.calls["head"] == 2 * (CHILDREN - 1 - HALF)
+    # A look asks where the parent stands, and for one child that lives.
+    assert counted.calls["head"] == CHILDREN - 1 - HALF
     assert counted.calls["ended"] == counted.rows["ended"] == CHILDREN - 1 - HALF
 
     counted.clear()
     while timers.tick():
         pass
-    batches = counted.calls["claim_due"]
-    assert counted.calls["retire"] == CHILDREN - 1
-    assert counted.calls["head"] <= 3 * batches
+    batches = counted.calls["claim_due"] - 1  # the last one brought nothing
+    assert (counted.calls["retire"], counted.calls["retire_redrives"]) == (0, batches)
+    assert counted.calls["head"] == 2 * batches
     assert counted.calls["load"] == 0
 
     run(world, f"p/m.number#{CHILDREN}")
     run(world, "p")
     assert world.loom.handle("p").result() == sum(range(CHILDREN))
+
+
+def test_whoever_looks_looks_for_those_that_come_meanwhile(world: World, counted: Counted) -> None:
+    """Their ends are no more looks than one, which begins after them; the last of them is seen by it."""
+
+    @flow("m.each")
+    def child(ctx: FlowContext, number: int) -> int:
+        return number
+
+    @flow("m.all")
+    def parent(ctx: FlowContext) -> int:
+        return sum(ctx.await_children([ctx.start_child(child, number) for number in range(FEW)]))
+
+    parent.using(execution_id="p").start()
+    run(world, "p")
+    looked, go_on = threading.Event(), threading.Event()
+    ended = world.engine.store.ended
+
+    def slow(ids: Any) -> Any:
+        seen = ended(ids)
+        looked.set()
+        assert go_on.wait(60)
+        return seen
+
+    world.engine.store.ended = slow  # type: ignore[method-assign]
+    counted.clear()
+    with ThreadPoolExecutor(1) as thread:
+        first = thread.submit(run, world, "p/m.each#1")
+        assert looked.wait(60)
+        for number in range(1, FEW):
+            run(world, f"p/m.each#{number + 1}")
+        assert counted.calls["head"] == 1
+        go_on.set()
+        first.result()
+        thread.submit(world.engine.store.close_connections).result()
+    assert counted.calls["head"] == 2
+    assert world.state("p").status is Status.RUNNING
+    run(world, "p")
+    assert world.loom.handle("p").result() == sum(range(FEW))
+
+
+def test_a_look_that_breaks_off_is_in_nobodys_way(world: World) -> None:
+    """The next one is made, by whoever comes next; so it is in a forked process, which has not the thread that looks."""
+    watch = world.engine.watch
+
+    def broken() -> bool:
+        raise ValueError("the database is away")
+
+    def nested() -> bool:
+        assert watch.told_together("p", lambda: False) is True  # left to the one that is under way
+        assert watch.told_together("q", lambda: False) is False
+        return False
+
+    with pytest.raises(ValueError, match="away"):
+        watch.told_together("p", broken)
+    assert watch.told_together("p", nested) is False
+
+    def forked() -> bool:
+        with patch("os.getpid", return_value=0):
+            return not watch.told_together("p", lambda: False)
+
+    assert watch.told_together("p", forked) is True
+    assert watch._looking == {}
+
+
+def waits_on(world: World, execution_id: str) -> bool:
+    """True if it is parked, and known to be so in vain for whoever looks."""
+    head = world.engine.store.head(execution_id)
+    assert head is not None
+    return head.status is Status.SUSPENDED and world.engine.watch.in_vain(world.engine, execution_id, head)
 
 
 def run(world: World, execution_id: str) -> None:
@@ -187,20 +262,19 @@ def test_what_is_remembered_of_a_park_is_forgotten_with_it(
     names = [f"p/m.waits#{number + 1}" for number in range(4)]
     for name in names:
         run(world, name)
-    watch = world.engine.watch
     for number, name in enumerate((names[2], names[1], names[0], names[3])):
         world.loom.resume(name, event_type="Go", payload=number)
         run(world, name)
         # The third end is the last that the first wait is on; the second wait has one child left then.
         if number == 2:
-            assert not watch.waits_on(world.engine, "p")
+            assert not waits_on(world, "p")
             run(world, "p")
             assert world.state("p").parked
         elif number < 2:
-            assert watch.waits_on(world.engine, "p")
+            assert waits_on(world, "p")
     run(world, "p")
     assert world.loom.handle("p").result() == [[2, 1], [0, 3]]
-    assert not watch.waits_on(world.engine, "p")
+    assert not waits_on(world, "p")
 
 
 def test_only_so_many_parents_are_remembered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +297,7 @@ def test_only_so_many_parents_are_remembered(world: World, monkeypatch: pytest.M
             run(world, f"{name}/m.one#{number}")
         world.loom.resume(f"{name}/m.one#1", event_type="Go", payload=name)
         run(world, f"{name}/m.one#1")
-    assert [world.engine.watch.waits_on(world.engine, name) for name in "abc"] == [False, True, True]
+    assert [waits_on(world, name) for name in "abc"] == [False, True, True]
     for name in ("a", "b", "c"):
         world.loom.resume(f"{name}/m.one#2", event_type="Go", payload=name)
         run(world, f"{name}/m.one#2")
@@ -256,7 +330,7 @@ def test_a_remembered_wait_has_its_timeout_and_what_comes_after_it(
     world.loom.resume("p/m.slow#1", event_type="Go")
     run(world, "p/m.slow#1")
     store = world.engine.store
-    assert world.engine.watch.waits_on(world.engine, "p")
+    assert waits_on(world, "p")
     [timeout] = [row for row in store.timers("p") if row.redrive is None]
     store.schedule(replace(timeout, redrive=0))
     world.advance(timedelta(hours=1))
