@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import cache, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import UUID
@@ -71,7 +70,7 @@ from loom_django.kernel.state import (
     WaitStatus,
     is_reserved,
 )
-from loom_django.stores.base import NOBODY, Message, SequenceOccupied, TimerRow, WakesMoved
+from loom_django.stores.base import NOBODY, Commit, Message, SequenceOccupied, TimerRow, WakesMoved
 
 T = TypeVar("T")
 
@@ -334,6 +333,7 @@ class Body:
 
     def ends_of(self, ids: Sequence[str]) -> dict[str, Event | None]:
         """How these executions ended, as the store has it now."""
+        self.settle()
         return self.ask_store(lambda: self.engine.store.ended(ids))
 
     def branch(self, path: str, driver: Driver) -> BranchBody:
@@ -377,13 +377,31 @@ class Body:
             raise self.seal(Why.STORE, exc) from exc
         self.shared.landed_once = True
 
+    def land_start(self, start: Commit) -> None:
+        """Make the kept facts durable together with a child's start; one that follows another need not be waited for.
+
+        Only where the appends of several threads share commits, and a body has a thread of its own.
+        """
+        journal = self.journal
+        apart = self.engine.store.shares_commits and not self.flow.is_async and not self.driver.one_thread
+        if apart and journal.may_go_on():
+            journal.send(start)
+        else:
+            self.land(also=(start,))
+            journal.tell_started(start)
+
+    def settle(self) -> None:
+        """Wait until all children that were started are there."""
+        self.journal.settle()
+        if not self.journal.is_settled:
+            self.land()
+
     def _refuse_taken(self, child_id: str) -> NoReturn:
         """Refuse to start a child under an id that is another's.
 
         Its end would wake its own parent, or nobody: whoever waited for it here would wait for ever.
         """
-        before = list(takewhile(lambda event: event.kind != Kind.CHILD_STARTED, self.journal.kept))
-        self.ask_store(lambda: self.journal.rebase(before))
+        self.ask_store(self.journal.take_back_starts)
         self.refuse(ExecutionConflictError(child_id, "parent"))
 
     def ask_store(self, call: Callable[[], T]) -> T:
@@ -407,7 +425,7 @@ class Body:
     def may_defer(self) -> bool:
         """True if a boundary may wait under ``durability="deferred"``."""
         kept = self.journal.kept
-        if not self.deferred or not self.shared.landed_once or not kept:
+        if not self.deferred or not self.shared.landed_once or not kept or not self.journal.is_settled:
             return False
         age = self.journal.stamp() - kept[0].data["at"]
         return len(kept) < DEFERRED_EVENTS and age < DEFERRED_MICROS
@@ -606,6 +624,8 @@ class Body:
             self._served_decision(known)
             return self.decode(known.value)
         self.begin_new()
+        if not self.journal.is_settled:
+            yield Io(self.settle)
         inner = Deciding(self.path)
         if takes_arguments(decider):
             value = yield from self._decide_with_steps(decider, context, inner)

@@ -72,12 +72,11 @@ def flow_named(body: Body, flow: Flow[..., Any] | str) -> Flow[..., Any]:
 def _land_start(body: Body, flow: Flow[..., Any], given: Mapping[str, Any], child_id: str, note: str) -> None:
     engine, policy = body.engine, flow.options.on_parent_close
     parent = body.journal.fold.chain
-    commit, later = body.checked(lambda: child_start(engine, flow, given, flow.options, child_id, parent))
+    start = body.checked(lambda: child_start(engine, flow, given, flow.options, child_id, parent))
     fields = {"note": note, "child": child_id, "flow": flow.id, "on_parent_close": policy}
     event = body.journal.record(Kind.CHILD_STARTED, fields)
     body.did(event.data["at"])
-    body.land(also=(commit,))
-    engine.store.on_commit(engine.ring if later else partial(engine.started, child_id))
+    body.land_start(start)
 
 
 def await_child(body: Body, child: Child[Any]) -> Steps[Any]:

@@ -56,7 +56,7 @@ def continue_as_new(
 
 def _land(body: Body, flow: Flow[..., Any], given: Mapping[str, Any]) -> NoReturn:
     engine, fold = body.engine, body.journal.fold
-    children = body.ask_store(lambda: _to_be_closed(body))
+    children = _to_be_closed(body)
     link = body.ask_store(lambda: _next_link(body))
     successor = keys.successor_id(fold.chain, link)
     try:
@@ -73,7 +73,7 @@ def _land(body: Body, flow: Flow[..., Any], given: Mapping[str, Any]) -> NoRetur
 def _to_be_closed(body: Body) -> list[str]:
     """The children that are to end with their parent, and have not ended."""
     ids = [child for child, policy in body.journal.fold.children.items() if policy == "cancel"]
-    ends = body.engine.store.ended(ids)
+    ends = body.ends_of(ids)
     return [child for child in ids if child in ends and ends[child] is None]
 
 

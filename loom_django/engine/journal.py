@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import takewhile
 from typing import Any, Final
 
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.drive import Append, Io, Landing, carried_out
+from loom_django.engine.underway import UnderWay
 from loom_django.errors import StaleFenceError
 from loom_django.kernel.events import TERMINAL, Event, Kind, may_be_passed_by_owner
 from loom_django.kernel.fold import Fold
@@ -47,6 +49,9 @@ class Journal:
         # What belongs to a kept fact and must land with it: messages taken, timer rows that have served.
         self._messages: list[int] = []
         self._timers_off: list[datetime] = []
+        # Starts of children that are under way, and those of them that were refused and are kept again.
+        self._under_way: UnderWay | None = None
+        self._also: list[Commit] = []
 
     @property
     def execution_id(self) -> str:
@@ -105,6 +110,7 @@ class Journal:
             Changed: with ``unchanged``, token or log are not what they were.
             StoreUnavailableError: the database stayed away.
         """
+        self.settle()
         if not self.kept:
             return ()
         wake = self._woken()
@@ -122,7 +128,7 @@ class Journal:
                 timers_off=None if timers_off is None else (*timers_off, *self._timers_off),
                 messages=(*messages, *self._messages),
                 wake=wake,
-                also=also,
+                also=(*self._also, *also),
                 patience=self.patience,
             )
             store = self.engine.store
@@ -142,9 +148,66 @@ class Journal:
         del self.kept[: len(landed)]
         self._messages.clear()
         self._timers_off.clear()
+        self._also.clear()
         if wake or self.engine.tells(landed):
             yield Io(partial(self._tell, landed, wake))
         return landed
+
+    def may_go_on(self) -> bool:
+        """True if the start of a child that is kept now follows another's, and may be under way with others."""
+        if self._messages or self._timers_off or self._also:
+            return False
+        if self._under_way is not None and not self._under_way.is_over:
+            return self._under_way.goes_on
+        return self.landed is not None and self.landed.kind == Kind.CHILD_STARTED
+
+    def send(self, start: Commit) -> None:
+        """Have the kept facts, which end with a child's start, landed together with it while the body goes on."""
+        if self._under_way is None:
+            self._under_way = UnderWay(self.engine)
+        commit = Commit(
+            execution_id=self.execution_id,
+            events=tuple(self.kept),
+            projection=project(self.fold),
+            fence=self.fence,
+            wakes_of=self.fold.chain,
+            also=(start,),
+            patience=self.patience,
+        )
+        self.kept.clear()
+        self._under_way.send(commit)
+        self._tell_landed()
+
+    @property
+    def is_settled(self) -> bool:
+        """True if nothing is under way, and each start of a child that was recorded has landed."""
+        return not self._also and (self._under_way is None or self._under_way.is_over)
+
+    def settle(self) -> None:
+        """Wait for what is under way. What was refused is kept again, with what is to land with it."""
+        if self._under_way is not None:
+            left = self._under_way.settle()
+            self._tell_landed()
+            self._also[:0] = [start for commit in left for start in commit.also]
+            self.kept[:0] = [event for commit in left for event in commit.events]
+
+    def take_back_starts(self) -> None:
+        """Forget the starts of children that have not landed, and what was recorded since the first of them."""
+        self._also.clear()
+        self.rebase(list(takewhile(lambda event: event.kind != Kind.CHILD_STARTED, self.kept)))
+
+    def _tell_landed(self) -> None:
+        """Announce in the body's thread what has landed in another one."""
+        for commit in self._under_way.landed() if self._under_way is not None else ():
+            self.landed = commit.events[-1]
+            self._tell(commit.events, ())
+            for start in commit.also:
+                self.tell_started(start)
+
+    def tell_started(self, start: Commit) -> None:
+        """Have a child run whose start has landed, or left alone until its time has come."""
+        engine, later = self.engine, start.ownership.at is not None
+        engine.store.on_commit(engine.ring if later else partial(engine.started, start.execution_id))
 
     def start_of(
         self, *, ownership: Ownership, new: NewExecution, timers: tuple[TimerRow, ...] = ()

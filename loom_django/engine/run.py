@@ -10,6 +10,7 @@ import enum
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -241,6 +242,8 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
         )
     if any(isinstance(left, Unwind) and left.why is Why.CRASHED for left in (body.sealed, raised)):
         return Ended.LOST
+    with suppress(Unwind, LoomError):  # the body is sealed, or misused, then
+        body.settle()
     if body.misuse is not None:
         return (yield from _finish(body, _fail(body, body.misuse)))
     unwind = body.sealed or (raised if isinstance(raised, Unwind) else None)

@@ -105,8 +105,8 @@ def child_start(
     options: Options,
     execution_id: str,
     parent: str,
-) -> tuple[Commit, bool]:
-    """The start of a child as a commit that lands with its parent's; True if it is to begin only later.
+) -> Commit:
+    """The start of a child as a commit that lands with its parent's.
 
     Raises: as :func:`start`, but for conflicts: the caller has looked.
     """
@@ -116,8 +116,7 @@ def child_start(
     fields, new = _facts(engine, journal, flow, given, options, execution_id, None, parent)
     journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
     owned = Ownership("ready", at=new.not_before)
-    start = journal.start_of(ownership=owned, new=new, timers=deadline_timer(execution_id, new))
-    return start, new.not_before is not None
+    return journal.start_of(ownership=owned, new=new, timers=deadline_timer(execution_id, new))
 
 
 # What a successor takes over from its predecessor's start.

@@ -484,7 +484,7 @@ def _transactional(
 
 def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
     store = body.engine.store
-    if body.journal.kept:
+    if body.journal.kept or not body.journal.is_settled:
         body.land()  # facts of other branches must not be rolled back with this one's
     with store.transaction():
         value = call()

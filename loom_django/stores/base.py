@@ -441,6 +441,10 @@ class EventStore(Protocol):
         refused as well.
         """
 
+    @property
+    def shares_commits(self) -> bool:
+        """True inside :meth:`grouping`, where appends of several threads cost little more than one."""
+
     def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
         """:meth:`append_many`, inside :meth:`grouping` together with what others append at that time.
 

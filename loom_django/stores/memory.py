@@ -154,6 +154,10 @@ class MemoryStore:
             outcomes.append(outcome)
         return outcomes
 
+    @property
+    def shares_commits(self) -> bool:
+        return False
+
     def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
         return self.append_many(commits)
 

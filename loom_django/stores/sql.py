@@ -156,6 +156,11 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         if refused is not None:
             raise refused
 
+    @property
+    def shares_commits(self) -> bool:
+        group = self._group
+        return group is not None and group.usable
+
     def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
         group = self._group_for(commits)
         return self.append_many(commits) if group is None else group.land_all(commits)

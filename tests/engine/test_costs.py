@@ -15,10 +15,11 @@ import pytest
 from django.db import connection
 
 from benchmarks import columns, fences, wholes
-from benchmarks.counts import Counts
+from benchmarks.counts import Counts, count
 from benchmarks.frame import Bench, Case, shape
 from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
-from loom_django.engine.core import NoKeeper
+from loom_django.engine.core import NoKeeper, random_token
+from loom_django.engine.run import run_execution
 from loom_django.engine.threads import Threads
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
@@ -156,6 +157,36 @@ def test_a_fence_that_nobody_took_costs_nothing() -> None:
     with connection.cursor() as cursor:
         cursor.execute("select count(*) from loom_fence where execution_id = %s", [key])
         assert cursor.fetchone() == (0,)
+
+
+# Statements of one child more: of its start in its parent's body, and of its run up to the look at its parent.
+CHILD = {"postgresql": (1, 7), "sqlite": (7, 16)}
+
+
+def test_a_child_costs_the_same_of_few_and_of_many() -> None:
+    """Its start is one append and no look; its end looks at where its parent stands, and at one sibling."""
+    few, many = of_children(FEW), of_children(3 * FEW)
+    more = tuple((theirs - ours) / (2 * FEW) for ours, theirs in zip(few, many, strict=True))
+    assert more == CHILD[connection.vendor]
+
+
+def of_children(number: int) -> tuple[int, int]:
+    """The statements of the body that starts so many, and of the bodies of all but the last of them."""
+    store: Any = store_for("default")
+    bench = Bench(store, keeper=NoKeeper())
+    bench.loom.dispatcher = WorkerDispatcher()
+
+    def run(execution_id: str) -> None:
+        token = random_token()
+        assert store.claim(execution_id, owner="w", token=token, ttl=60)
+        run_execution(bench.engine, execution_id, token=token, fence=None)
+
+    warm, parent = (bench.loom.start(wholes.fans_out, args=(count,)).id for count in (2, number))
+    for execution_id in (warm, f"{warm}/{fences.one_step.id}#1"):
+        run(execution_id)
+    starts = count(store, lambda: run(parent))
+    ends = count(store, lambda: [run(f"{parent}/{fences.one_step.id}#{place}") for place in range(1, number)])
+    return starts.statements, ends.statements
 
 
 MANY = 64

@@ -1,0 +1,333 @@
+"""Starts of several children in a row: sent at once, landed together, and there before anything can tell of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import pytest
+
+from loom_django import FlowContext, StepContext, flow, tool
+from loom_django.engine import children, outside, steps, underway
+from loom_django.engine.core import random_token
+from loom_django.engine.run import Ended, run_execution
+from loom_django.engine.unwind import Unwind, Why
+from loom_django.errors import ExecutionFailedError
+from loom_django.kernel.events import Kind
+from loom_django.kernel.state import Status
+from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.stores.base import Commit
+from tests.engine.conftest import World
+
+# The memory store shares no commits: there each start has landed when it returns.
+pytestmark = [
+    pytest.mark.parametrize("world", ["database"], indirect=True),
+    pytest.mark.django_db(transaction=True),
+]
+
+CHILDREN: Final = 8
+
+# How the starts of so many go if the second append waits for the rest to be sent.
+SIZES: Final = [1, 1, CHILDREN - 2]
+
+
+class Gate:
+    """Stands before the appends that carry starts of children: all but the first wait until it is open."""
+
+    def __init__(self, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[int] = []
+        self.reached = threading.Event()
+        self.open = threading.Event()
+        self.then: Callable[[Commit], None] = lambda commit: None
+        self._append = store.append
+        monkeypatch.setattr(store, "append", self.append)
+
+    def append(self, commit: Commit) -> None:
+        if commit.also:
+            self.sizes.append(len(commit.also))
+            if len(self.sizes) > 1:
+                self.reached.set()
+                assert self.open.wait(60)
+                self.then(commit)
+        self._append(commit)
+
+
+@pytest.fixture
+def gate(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    """As in a worker: the appends of several threads share commits."""
+    world.loom.dispatcher = WorkerDispatcher()
+    with world.engine.store.grouping():
+        yield Gate(world.engine.store, monkeypatch)
+
+
+@pytest.fixture
+def child() -> Any:
+    @flow("u.child")
+    def child(ctx: FlowContext, number: int) -> int:
+        return number
+
+    return child
+
+
+def start_all(ctx: FlowContext, child: Any, gate: Gate, count: int = CHILDREN) -> list[Any]:
+    """Start the children; the second one is under way when the others are sent."""
+    started = [ctx.start_child(child, number) for number in range(2)]
+    assert gate.reached.wait(60)
+    return started + [ctx.start_child(child, number) for number in range(2, count)]
+
+
+def run(world: World, execution_id: str) -> Ended:
+    store, token = world.engine.store, random_token()
+    assert store.claim(execution_id, owner="w", token=token, ttl=600)
+    return run_execution(world.engine, execution_id, token=token, fence=store.fence(execution_id) or None)
+
+
+def join() -> None:
+    """Wait until no thread lands starts any more."""
+    for thread in threading.enumerate():
+        if thread.name == "loom-starts":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def run_to_the_end(world: World, execution_id: str) -> Any:
+    run(world, execution_id)
+    for number in range(CHILDREN):
+        run(world, f"{execution_id}/u.child#{number + 1}")
+    run(world, execution_id)
+    world.check(execution_id)
+    return world.loom.handle(execution_id).result()
+
+
+def test_starts_in_a_row_land_together(world: World, gate: Gate, child: Any) -> None:
+    """The first by itself; what follows while an append is under way goes in the next one."""
+
+    @flow("u.parent")
+    def parent(ctx: FlowContext) -> int:
+        started = start_all(ctx, child, gate)
+        gate.open.set()
+        return sum(ctx.await_children(started))
+
+    parent.using(execution_id="p").start()
+    assert run_to_the_end(world, "p") == sum(range(CHILDREN))
+    assert gate.sizes == SIZES
+    assert Counter(world.kinds("p"))["CHILD_STARTED"] == CHILDREN
+    join()
+
+
+def test_only_so_many_go_in_one_append_and_wait_for_it(
+    world: World, gate: Gate, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their number and by their size; a body that is too far ahead waits."""
+    monkeypatch.setattr(underway, "MOST", 3)
+
+    @flow("u.many")
+    def parent(ctx: FlowContext) -> int:
+        started = start_all(ctx, child, gate, 5)  # one is there, one under way, three wait
+        threading.Timer(0.05, gate.open.set).start()
+        started.append(ctx.start_child(child, 5))
+        assert gate.open.is_set()
+        monkeypatch.setattr(underway, "MOST_TEXT", 0)
+        started += [ctx.start_child(child, number) for number in range(6, CHILDREN)]
+        return sum(ctx.await_children(started))
+
+    parent.using(execution_id="p").start()
+    run_to_the_end(world, "p")
+    assert sum(gate.sizes) == CHILDREN
+    assert max(gate.sizes) <= 3
+
+
+@pytest.mark.parametrize("what", ["a step", "a decider", "a branch", "the end", "a park", "a look"])
+def test_whatever_could_tell_of_a_child_waits_for_it(world: World, gate: Gate, child: Any, what: str) -> None:
+    """All of them are there when a tool or a decider runs, and when the body has parked or ended."""
+    there: list[int] = []
+
+    def count() -> None:
+        found = [world.engine.store.status(f"p/u.child#{number + 1}") for number in range(CHILDREN)]
+        there.append(CHILDREN - found.count(None))
+
+    @tool
+    def look(ctx: StepContext) -> None:
+        count()
+
+    @flow("u.tells", steps=[look], durability="deferred")
+    def parent(ctx: FlowContext) -> Any:
+        started = start_all(ctx, child, gate)
+        threading.Timer(0.05, gate.open.set).start()  # what did not wait would look before
+        if what == "a step":
+            ctx.run(look)
+        elif what == "a decider":
+            ctx.decide("d", count)
+        elif what == "a branch":
+            ctx.parallel({"a": lambda ctx: ctx.run(look), "b": lambda ctx: None})
+        elif what == "a park":
+            ctx.sleep(60)
+        elif what == "a look":
+            ctx.await_children(started, mode="any")  # one that is not there has ended
+        return what
+
+    parent.using(execution_id="p").start()
+    run(world, "p")
+    count()
+    assert there == [CHILDREN] * (2 if what in ("a step", "a decider", "a branch") else 1)
+    assert gate.sizes == SIZES
+    parked = what in ("a park", "a look")
+    assert world.state("p").status is (Status.SUSPENDED if parked else Status.COMPLETED)
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["before", "after"])
+def test_a_crash_while_starts_are_under_way(world: World, gate: Gate, child: Any, durable: bool) -> None:
+    """Whatever of them has landed is taken from the log, the rest is started again under the same ids."""
+
+    def die(commit: Commit) -> None:
+        gate.then = lambda commit: None
+        if durable:
+            gate._append(commit)
+        raise Unwind(Why.CRASHED)
+
+    @flow("u.dies")
+    def parent(ctx: FlowContext) -> int:
+        started = start_all(ctx, child, gate)
+        if not crashed:
+            crashed.append(True)
+            gate.open.set()
+            raise Unwind(Why.CRASHED)
+        return sum(ctx.await_children(started))
+
+    crashed: list[bool] = []
+    gate.then = die
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.LOST
+    join()
+    store = world.engine.store
+    assert store.release("p", store.held("p").token)  # type: ignore[union-attr]
+    assert run_to_the_end(world, "p") == sum(range(CHILDREN))
+    assert Counter(world.kinds("p"))["CHILD_STARTED"] == CHILDREN
+
+
+def test_a_note_of_somebody_else_between_them(world: World, gate: Gate, child: Any) -> None:
+    """What is under way is refused; it lands behind the note with what the body makes durable next."""
+
+    def note(commit: Commit) -> None:
+        gate.then = lambda commit: None
+        outside.note(world.engine, "p", Kind.EXECUTION_DENIED, {"act": "cancel", "principal": "x"})
+
+    @flow("u.noted")
+    def parent(ctx: FlowContext) -> int:
+        started = start_all(ctx, child, gate)
+        gate.open.set()
+        return sum(ctx.await_children(started))
+
+    gate.then = note
+    parent.using(execution_id="p").start()
+    assert run_to_the_end(world, "p") == sum(range(CHILDREN))
+    assert world.kinds("p")[1:4] == ["CHILD_STARTED", "EXECUTION_DENIED", "CHILD_STARTED"]
+    assert gate.sizes == [1, 1, CHILDREN - 1, CHILDREN - 1]  # refused, and sent once more behind the note
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["a step", "the end"])
+def test_an_id_that_is_taken_among_them(world: World, gate: Gate, child: Any, ends: bool) -> None:
+    """The body is told when it waits for them; nothing of that start, nor of what the body did after it, is written."""
+
+    @tool
+    def never(ctx: StepContext) -> None:
+        raise AssertionError("a body that was refused goes on")
+
+    @flow("u.taken", steps=[never])
+    def parent(ctx: FlowContext) -> None:
+        start_all(ctx, child, gate)
+        gate.open.set()
+        if not ends:
+            ctx.run(never)
+
+    child.using(execution_id=f"p/u.child#{CHILDREN}").start(7)
+    handle = parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.FINISHED
+    with pytest.raises(ExecutionFailedError) as failed:
+        handle.result()
+    assert failed.value.error_type == "loom_django.errors.ExecutionConflictError"
+    assert set(world.kinds("p")) == {"EXECUTION_STARTED", "CHILD_STARTED", "EXECUTION_FAILED"}
+    assert world.kinds("p").count("CHILD_STARTED") == 2
+    assert world.engine.store.status(f"p/u.child#{CHILDREN - 1}") is None
+
+
+def test_a_transaction_among_them(
+    world: World, gate: Gate, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other branches start children right before it: its append finds them in the log, and not ahead of it."""
+
+    @tool(transactional=True)
+    def keep(ctx: StepContext) -> str:
+        return "kept"
+
+    @flow("u.transaction", steps=[keep])
+    def parent(ctx: FlowContext) -> str:
+        return ctx.run(keep)
+
+    def meanwhile(body: Any, *more: Any) -> Any:
+        def settled() -> Any:
+            assert body.journal.is_settled
+            return transaction()
+
+        for number in range(2):
+            children._land_start(body, child, {"number": number}, f"p-{number}", f"child:{number}")
+        assert gate.reached.wait(60)
+        threading.Timer(0.05, gate.open.set).start()
+        monkeypatch.setattr(world.engine.store, "transaction", settled)
+        return in_transaction(body, *more)
+
+    in_transaction, transaction = steps._in_transaction, world.engine.store.transaction
+    monkeypatch.setattr(steps, "_in_transaction", meanwhile)
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.FINISHED
+    assert world.kinds("p")[2:] == ["CHILD_STARTED"] * 2 + ["STEP_COMPLETED", "EXECUTION_COMPLETED"]
+
+
+def test_a_message_that_is_taken_between_them(
+    world: World, gate: Gate, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes it and the mark that it is taken land together, whatever is under way."""
+
+    @flow("u.takes")
+    def parent(ctx: FlowContext) -> Any:
+        started = start_all(ctx, child, gate)
+        said = ctx.receive("m")
+        started.append(ctx.start_child(child, CHILDREN))
+        return [said, len(started)]
+
+    taken: list[tuple[int, ...]] = []
+    append = gate._append
+
+    def note(commit: Commit) -> None:
+        append(commit)
+        if any(event.kind == Kind.MESSAGE_CONSUMED for event in commit.events):
+            taken.append(commit.messages)
+
+    monkeypatch.setattr(gate, "_append", note)
+    gate.open.set()
+    parent.using(execution_id="p").start()
+    world.loom.send("p", "m", "hello")
+    run(world, "p")
+    assert world.loom.handle("p").result() == ["hello", CHILDREN + 1]
+    assert [len(numbers) for numbers in taken] == [1]
+
+
+def test_an_owner_that_was_fenced_out(world: World, gate: Gate, child: Any) -> None:
+    """Nothing of what is under way lands, and the body ends as one that is another's."""
+
+    def take(commit: Commit) -> None:
+        gate.then = lambda commit: None
+        world.engine.store.acquire_fence("p")
+
+    @flow("u.lost")
+    def parent(ctx: FlowContext) -> None:
+        start_all(ctx, child, gate)
+        gate.open.set()
+
+    gate.then = take
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.LOST
+    assert world.kinds("p") == ["EXECUTION_STARTED", "CHILD_STARTED"]
+    assert world.engine.store.status("p/u.child#2") is None
