@@ -116,6 +116,9 @@ class WorkerService:
         self.again_at: float | None = None
         self._asked_at = 0
         self._turns = 0
+        self._served: dict[
+            tuple[str, ...] | None, bool
+        ] = {}  # by a lane's queues: the kind that was claimed last
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
         self._held: dict[Claimed, _Counted] = {}
         self._condition = threading.Condition()
@@ -151,8 +154,8 @@ class WorkerService:
 
     @property
     def has_room(self) -> bool:
-        """True if another body could be run here, whatever its kind."""
-        return not self.exhausted and all(self._free(is_async) > 0 for is_async in self._kinds())
+        """True if another body of one kind at least could be run here."""
+        return not self.exhausted and any(self._free(is_async) > 0 for is_async in self._kinds())
 
     @property
     def stuck(self) -> bool:
@@ -170,11 +173,15 @@ class WorkerService:
         self._turns += 1
         self.again_at = None
         more = False
+        kinds = self._kinds()
         for lane in self._lanes():
-            for is_async, known in self._kinds().items():
+            # The kind that was served last comes last: a lane with a limit may admit no more than one.
+            for is_async in sorted(kinds, key=lambda kind: kind == self._served.get(lane.queues)):
                 room = 0 if self.draining.is_set() else self._room(lane, is_async)
                 if room > 0:
-                    claims = self._claim(lane, room, known)
+                    claims = self._claim(lane, room, kinds[is_async])
+                    if claims:
+                        self._served[lane.queues] = is_async
                     logs = self._short_logs(claims)
                     counted = _Counted(_queue_counted(lane), is_async)
                     for claim in claims:

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
 from loom_django.services.dispatch import WorkerDispatcher
-from loom_django.services.worker import WorkerService
+from loom_django.services.worker import WorkerService, next_in
 from loom_django.signals import execution_completed
 from loom_django.testing import override_loom
 from tests.engine.conftest import World
@@ -498,6 +499,58 @@ def test_each_kind_of_flow_has_room_of_its_own(site: Site) -> None:
     while site.worker.claimed < len(started):
         site.worker.tick()
     assert site.ended(*started) == [Status.COMPLETED] * 6
+
+
+def test_a_worker_that_is_full_of_one_kind_wakes_for_the_other(site: Site) -> None:
+    """What is to be ready is not left to the next poll."""
+    release = threading.Event()
+
+    @tool
+    def stay(ctx: StepContext) -> None:
+        release.wait(PATIENCE)
+
+    @flow("s.full", steps=[stay])
+    def plain(ctx: FlowContext) -> None:
+        ctx.run(stay)
+
+    @flow("s.later")
+    async def later(ctx: AsyncFlowContext) -> int:
+        return 1
+
+    full = plain.start()
+    site.begin(full)
+    try:
+        delayed = later.using(start_at=site.world.engine.store.now() + timedelta(seconds=30)).start()
+        assert 0 < (next_in(site.world.engine.store, site.worker, timers=False) or 0) <= 30
+        site.world.shift(timedelta(seconds=31))
+        site.begin(full, delayed)
+        eventually(lambda: delayed.status == Status.COMPLETED)
+    finally:
+        release.set()
+    assert site.ended(full) == [Status.COMPLETED]
+
+
+@pytest.mark.parametrize("limit", [{"worker_concurrency": 1}, {"concurrency": 1}])
+def test_both_kinds_of_a_queue_with_a_limit_have_their_turn(site: Site, limit: dict[str, int]) -> None:
+    """A long row of plain ones starves no async one, nor the other way round."""
+    ran: list[str] = []
+
+    @flow("s.turn")
+    def plain(ctx: FlowContext) -> None:
+        ran.append("plain")
+
+    @flow("s.aturn")
+    async def awaited(ctx: AsyncFlowContext) -> None:
+        ran.append("async")
+
+    with override_loom(QUEUES={"one": limit}):
+        site.world.loom.dispatcher = WorkerDispatcher()  # new settings bring their own
+        started: list[Handle[Any]] = [each.using(queue="one").start() for each in [plain] * 4 + [awaited] * 4]
+        while site.worker.claimed < len(started):
+            site.worker.tick()
+            site.ended()
+    assert ran == ["plain", "async"] * 4
+    assert [handle.status for handle in started] == [Status.COMPLETED] * 8
 
 
 @pytest.mark.django_db(transaction=True)
