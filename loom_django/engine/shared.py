@@ -43,8 +43,15 @@ TOOL_THREADS: Final = 16
 # A loop that has stood still for longer, in seconds, is told of.
 BLOCKED: Final = 1.0
 
+# Work that waits for a thread while none has become free for so many seconds is told of.
+FULL: Final = 10.0
+
 # How often a body that waits in process looks whether the process is to end, in seconds.
 _LOOK: Final = 0.2
+
+
+_HOLDS_STORE: Final = "Row locks, transactional tools and receivers of signals hold them"
+_HOLDS_TOOLS: Final = "Give tools that may hang a timeout=, or write them async"
 
 
 class _Scope:
@@ -155,11 +162,13 @@ class BodyLoop:
         self.tools = Threads("loom-plain", TOOL_THREADS)
         self.slots = asyncio.Semaphore(TOOL_THREADS)
         self._writer = _Writer(self, store)
+        self.tools_waiting = 0  # for a slot
         self._own: set[asyncio.Task[Any]] = set()
         self._scopes: set[_Scope] = set()
         self._lock = threading.Lock()
         self._answers: list[tuple[Asked, Answer]] = []
         self._ended = threading.Event()
+        self._told_full: dict[str, float] = {}  # since when, by what was told of
         self._beaten_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="loom-bodies", daemon=True)
         self._thread.start()
@@ -300,6 +309,25 @@ class BodyLoop:
             if self.blocked and beaten_at != told_of:
                 told_of = beaten_at
                 self._tell_blocked(self.stood_still)
+            self._tell_full()
+
+    def _tell_full(self) -> None:
+        about = (
+            (self.store, self.store.waiting, STORE_THREADS, "calls of the store", _HOLDS_STORE),
+            (self.tools, self.tools_waiting, TOOL_THREADS, "plain tools", _HOLDS_TOOLS),
+        )
+        for threads, waiting, most, what, why in about:
+            since = threads.taken_at
+            if waiting > 0 and time.monotonic() - since > FULL and self._told_full.get(what) != since:
+                self._told_full[what] = since
+                log.warning(
+                    "%d %s of async bodies wait: for %.0f s none of the %d threads for them has become free. %s",
+                    waiting,
+                    what,
+                    time.monotonic() - since,
+                    most,
+                    why,
+                )
 
     def _tell_blocked(self, still: float) -> None:
         running = asyncio.current_task(self.loop)
@@ -540,7 +568,11 @@ class SharedDriver(AsyncDriver):
     async def _beside(self, command: Invoke) -> Outcome:
         if command.is_async:
             return await super()._beside(command)
-        await self._kept(self._place.slots.acquire)
+        self._place.tools_waiting += 1
+        try:
+            await self._kept(self._place.slots.acquire)
+        finally:
+            self._place.tools_waiting -= 1
         try:
             if self._interrupted:  # lost while it waited: another owner may have begun this tool
                 return Outcome(error=asyncio.CancelledError())

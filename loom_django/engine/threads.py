@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -12,6 +13,8 @@ from typing import Final
 from django.db import Error, connections
 
 from loom_django.compat import renew_connections
+
+log = logging.getLogger("loom_django.run")
 
 # How long threads that have nothing more to do may take to end, in seconds, before they are left to themselves.
 _END: Final = 1.0
@@ -32,10 +35,19 @@ class Threads:
         self._threads: set[threading.Thread] = set()
         self._made = 0
         self._pending = 0  # pieces of work that wait, or are under way
+        self.taken_at = time.monotonic()  # when one of the threads last began something, or was idle
+
+    @property
+    def waiting(self) -> int:
+        """How many pieces of work wait for a thread."""
+        with self._lock:
+            return self._pending - len(self._threads)
 
     def put(self, work: Callable[[], None]) -> None:
-        """Have work done that raises nothing."""
+        """Have work done; what it raises is logged."""
         with self._lock:
+            if not self._pending:
+                self.taken_at = time.monotonic()
             self._pending += 1
             self._begin_if_short()
         self._work.put(work)
@@ -69,10 +81,13 @@ class Threads:
     def _serve(self) -> None:
         try:
             while (work := self._work.get()) is not None:
-                with suppress(Error):  # a thread that ended here would leave the work to nobody
+                with suppress(Error):
                     renew_connections()
+                self.taken_at = time.monotonic()
                 try:
                     work()
+                except BaseException:
+                    log.exception("work for async bodies broke off")
                 finally:
                     with self._lock:
                         self._pending -= 1

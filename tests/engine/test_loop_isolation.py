@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from typing import Any
@@ -13,8 +14,9 @@ from django.dispatch import Signal
 from django.utils import timezone, translation
 
 from loom_django import AsyncFlowContext, StepContext, flow, signals, tool
-from loom_django.engine import calls
+from loom_django.engine import calls, shared
 from loom_django.engine.drive import abandoned
+from loom_django.engine.threads import Threads
 from loom_django.kernel.state import Status
 from tests.engine.test_shared import PATIENCE, Site, _Keeper, eventually, site
 
@@ -131,7 +133,7 @@ def test_a_plain_tool_whose_lease_went_while_it_waited_for_a_thread_does_not_beg
 ) -> None:
     """Another owner may have begun it by then."""
     keeper = site.world.engine.keeper = _Keeper()
-    monkeypatch.setattr("loom_django.engine.shared.TOOL_THREADS", 1)
+    monkeypatch.setattr(shared, "TOOL_THREADS", 1)
     release = threading.Event()
     began: list[str] = []
 
@@ -163,7 +165,7 @@ def test_a_transaction_left_in_a_thread_is_not_the_next_one_s(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What asyncio.to_thread left open is rolled back."""
-    monkeypatch.setattr("loom_django.engine.shared.TOOL_THREADS", 1)
+    monkeypatch.setattr(shared, "TOOL_THREADS", 1)
 
     def leave() -> None:
         transaction.atomic().__enter__()
@@ -295,3 +297,56 @@ def test_receivers_of_signals_stop_no_loop(site: Site, how: str) -> None:
             signal.disconnect(chosen)
     assert threads
     assert "loom-bodies" not in threads
+
+
+@pytest.mark.parametrize("what", ["plain tools", "calls of the store"])
+def test_threads_that_are_all_held_are_told_of(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """By tools that hang, or by what the engine calls in the threads for the store."""
+    for name in ("TOOL_THREADS", "STORE_THREADS"):
+        monkeypatch.setattr(shared, name, 1)
+    monkeypatch.setattr(shared, "FULL", 0.1)
+    release = threading.Event()
+
+    @tool
+    def hangs(ctx: StepContext) -> None:
+        release.wait(PATIENCE)
+
+    @tool(transactional=True)
+    def hangs_in_store(ctx: StepContext) -> None:
+        release.wait(PATIENCE)
+
+    @flow("a.held", steps=[hangs, hangs_in_store])
+    async def body(ctx: AsyncFlowContext) -> None:
+        await ctx.run(hangs if what == "plain tools" else hangs_in_store)
+
+    def told() -> list[str]:
+        return [text for text in caplog.messages if f"{what} of async bodies wait" in text]
+
+    started = [body.start(), body.start()]
+    with caplog.at_level(logging.WARNING, "loom_django.run"):
+        site.begin(*started)
+        try:
+            eventually(lambda: bool(told()))
+        finally:
+            release.set()
+        assert site.ended(*started) == [Status.COMPLETED] * 2
+    assert len(told()) == 1
+
+
+def test_work_that_raises_leaves_what_is_behind_it_to_its_thread(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged, and the next one's turn comes."""
+    threads = Threads("loom-test", 1)
+    begin, done = threading.Event(), threading.Event()
+
+    def fails() -> None:
+        begin.wait(PATIENCE)
+        raise ValueError("of a test")
+
+    threads.put(fails)
+    threads.put(done.set)
+    begin.set()
+    assert done.wait(PATIENCE)
+    threads.end()
+    assert "of a test" in caplog.text
