@@ -32,7 +32,7 @@ from loom_django import (
     flow,
     tool,
 )
-from tests.crash.stage import stage, wait_for
+from tests.crash.stage import PATIENCE, stage, wait_for
 from tests.shop.models import Order
 
 LEDGER = "LOOM_TEST_LEDGER"
@@ -294,6 +294,42 @@ def gate(ctx: FlowContext) -> list[str]:
 @flow("async-gate", steps=[gated, charge])
 async def async_gate(ctx: AsyncFlowContext) -> list[str]:
     return [await ctx.run(gated), await ctx.run(charge)]
+
+
+async def _astay(ctx: StepContext) -> str:
+    effect(ctx)
+    gate = Path(os.environ[LEDGER]).parent / f"gate-{ctx.execution_id}"
+    async with asyncio.timeout(PATIENCE):
+        while not gate.exists():
+            await asyncio.sleep(0.005)
+    return "through"
+
+
+@tool(idempotent=True)
+async def agated(ctx: StepContext) -> str:
+    return await _astay(ctx)
+
+
+@tool(idempotent=False)
+async def agated_once(ctx: StepContext) -> str:
+    return await _astay(ctx)
+
+
+@flow("async-tool-gate", steps=[agated, charge])
+async def async_tool_gate(ctx: AsyncFlowContext) -> list[str]:
+    async def through(ctx: AsyncFlowContext) -> str:
+        return await ctx.run(agated)
+
+    async def slept(ctx: AsyncFlowContext) -> str:
+        await ctx.sleep(0.05)
+        return await ctx.run(charge)
+
+    return sorted((await ctx.parallel({"through": through, "slept": slept})).values())
+
+
+@flow("async-tool-gate-once", steps=[agated_once, charge])
+async def async_tool_gate_once(ctx: AsyncFlowContext) -> list[str]:
+    return [await ctx.run(agated_once), await ctx.run(charge)]
 
 
 @flow("gate-once", steps=[gated_once, charge])
