@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,7 @@ from loom_django.services.worker import WorkerService
 
 BODIES: Final = 64
 TIMERS: Final = 200_000
+DUE: Final = 100_000
 
 
 @dataclass(frozen=True)
@@ -151,25 +153,74 @@ def growth(bench: Bench, count: int) -> dict[str, float]:
     }
 
 
-def poll(bench: Bench, count: int) -> dict[str, float]:
-    """A look for due timers among many of which none is due; of PostgreSQL the pages that it touches."""
+@contextmanager
+def timers(bench: Bench, count: int, *, ahead: int) -> Iterator[Any]:
+    """So many timers a millisecond apart, the first one so many seconds from now, and the executions that sleep; with
+    a cursor."""
     connection = bench.store.connection
+    bench.loom.dispatcher = InlineDispatcher(bench.engine)
+    asleep = bench.loom.start(wholes.sleeps).id
     with connection.cursor() as cursor:
         if connection.vendor == "sqlite":
             rows = f"(with recursive s(n) as (select 1 union all select n + 1 from s limit {count}) select n from s)"
-            at, no = "strftime('%Y-%m-%d %H:%M:%f', 'now', '1 day', (n * 0.001) || ' seconds')", "0"
+            at, no = f"strftime('%Y-%m-%d %H:%M:%f', 'now', '{ahead} seconds', (n * 0.001) || ' seconds')", "0"
         else:
             rows = f"generate_series(1, {count}) as n"
-            at, no = "now() + interval '1 day' + n * interval '1 millisecond'", "false"
+            at, no = f"now() + interval '{ahead} seconds' + n * interval '1 millisecond'", "false"
+        cursor.execute("select * from loom_execution limit 0")
+        alike = ", ".join(name for name, *_ in cursor.description if name not in ("id", "chain"))
+        cursor.execute(
+            f"insert into loom_execution (id, chain, {alike}) select 'benchmark-' || n, 'benchmark-' || n, {alike} "
+            f"from loom_execution cross join {rows} where id = %s",
+            [asleep],
+        )
         cursor.execute(
             "insert into loom_timer (execution_id, wake_at, deadline, tries) "
             f"select 'benchmark-' || n, {at}, {no}, 0 from {rows}"
         )
+        bench.loom.cancel(asleep)
         try:
-            cursor.execute("analyze" if connection.vendor == "sqlite" else "vacuum analyze loom_timer")
-            return _polled(bench, connection, cursor, count)
+            settle(cursor)
+            yield cursor
         finally:
-            cursor.execute("delete from loom_timer where execution_id like 'benchmark-%'")
+            for table, key in (("loom_timer", "execution_id"), ("loom_execution", "id")):
+                cursor.execute(f"delete from {table} where {key} like 'benchmark-%'")
+            settle(cursor)
+
+
+def settle(cursor: Any) -> None:
+    """Have the planner know what is there, and the index hold nothing else."""
+    if cursor.db.vendor == "sqlite":
+        cursor.execute("analyze")
+    else:
+        for table in ("loom_timer", "loom_execution"):
+            cursor.execute(f"vacuum analyze {table}")
+
+
+def claimed(bench: Bench, count: int) -> dict[str, float]:
+    """So many due timers claimed in large batches, and in small ones; nothing is woken."""
+    told = {"timers": float(count)}
+    for batch in (1_000, 100):
+        with timers(bench, count, ahead=-3600):
+            run = wholes.timed(count, partial(_claim_all, bench, count, batch))
+        told[f"ms_in_batches_of_{batch}"] = run.p50
+        told[f"per_second_in_batches_of_{batch}"] = run.rate
+        told[f"cpu_us_each_in_batches_of_{batch}"] = run.cpu_us
+    return told
+
+
+def _claim_all(bench: Bench, count: int, limit: int) -> None:
+    taken, since, known = 0, None, bench.engine.known()
+    while dues := bench.store.claim_due(limit=limit, hold=600, known=known, redrive=True, since=since):
+        taken, since = taken + len(dues), dues[-1].at
+    if taken != count:
+        raise RuntimeError(f"of {count} timers {taken} were claimed")
+
+
+def poll(bench: Bench, count: int) -> dict[str, float]:
+    """A look for due timers among many of which none is due; of PostgreSQL the pages that it touches."""
+    with timers(bench, count, ahead=86_400) as cursor:
+        return _polled(bench, bench.store.connection, cursor, count)
 
 
 def _polled(bench: Bench, connection: Any, cursor: Any, count: int) -> dict[str, float]:
@@ -224,6 +275,7 @@ SINGLES: Final = (
     Single("running bodies", running, BODIES),
     Single("growth of one execution", growth, 10_000),
     Single("a poll of timers, none due", poll, TIMERS, ("sqlite", "postgresql")),
+    Single("due timers claimed", claimed, DUE, ("sqlite", "postgresql")),
     Single("list page of the console", list_page, 10_000, ("postgresql",)),
 )
 

@@ -7,7 +7,9 @@ neither vanishes nor stands in the way of others.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import datetime
 from typing import Final
 
 from loom_django.engine import answers
@@ -31,6 +33,10 @@ BATCH: Final = 50
 # Seconds for which a taken row is nobody else's; a loop that died gives it back after that.
 HOLD: Final = 10.0
 
+# For so many seconds a pass over many due rows goes on behind what it has taken, and is not made to look for what
+# was written before that.
+PASS: Final = 1.0
+
 # A row that was contended so often is reported once, and tried again only every so many seconds.
 MAX_TRIES: Final = 8
 PUT_OFF: Final = 600.0
@@ -48,27 +54,44 @@ class TimerService:
         *,
         limit: int = BATCH,
         redrivers: Sequence[Redriver] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
         self.dispatcher = dispatcher
         self.limit = limit
         self.redrivers = (ArrivalRedriver(engine, dispatcher),) if redrivers is None else tuple(redrivers)
+        self.clock = clock
         self.fired = 0
+        self._since: datetime | None = None
+        self._pass_ends = 0.0
 
     def tick(self) -> bool:
-        """Serve one batch of due rows; True if there were any: more may be due, and what woke is to be run.
+        """Serve one batch of due rows; True if there were any, or may be more: what woke is to be run.
 
         Raises:
             StoreUnavailableError: the database stayed away; the rows are due again after their hold.
         """
-        dues = self.engine.store.claim_due(
-            limit=self.limit, hold=HOLD, known=self.engine.known(), redrive=bool(self.redrivers)
-        )
+        went_on = self._since is not None
+        dues = self._claim()
         for alike in _by_execution(dues):
             if len(alike) == 1 or not self._served_together(alike):
                 for due in alike:
                     self._serve(due)
-        return bool(dues)
+        return bool(dues) or went_on
+
+    def _claim(self) -> list[Due]:
+        """Take the next rows; while there are many, behind the last ones, whose old places the index still holds."""
+        if self.clock() >= self._pass_ends:
+            self._since, self._pass_ends = None, self.clock() + PASS
+        dues = self.engine.store.claim_due(
+            limit=self.limit,
+            hold=HOLD,
+            known=self.engine.known(),
+            redrive=bool(self.redrivers),
+            since=self._since,
+        )
+        self._since = dues[-1].at if len(dues) == self.limit else None
+        return dues
 
     def serve_one(self, execution_id: str, flow_id: str, version: int) -> None:
         """Serve the due rows of one execution, whether or not they are held back."""
@@ -76,7 +99,7 @@ class TimerService:
         now = store.now()
         for row in store.timers(execution_id):
             if row.wake_at <= now:
-                self._serve(Due(row, now, flow_id, version))
+                self._serve(Due(row, now, flow_id, version, row.wake_at))
 
     def _served_together(self, dues: Sequence[Due]) -> bool:
         """Serve re-drive rows of one execution with one look, if nothing of its park is over; False leaves them."""

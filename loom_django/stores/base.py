@@ -383,12 +383,13 @@ class Upcoming:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A due timer row, with what is needed to judge it. ``now`` is the store's at the claim."""
+    """A due timer row, with what is needed to judge it. ``now`` is the store's at the claim, ``at`` when it became due."""
 
     row: TimerRow
     now: datetime
     flow_id: str
     version: int
+    at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,12 +565,14 @@ class TimerStore(Protocol):
         A row that was put off is due by the new row's times again.
         """
 
-    def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
+    def claim_due(
+        self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
+    ) -> list[Due]:
         """Take due rows: no other claim sees them for ``hold`` seconds (their ``not_before`` moves, to one instant).
 
-        Those that are due longest first. Rows of flows outside ``known``, and re-drive rows where
-        ``redrive`` is False, are left out before the limit; a row whose execution is gone goes to anybody
-        (its ``flow_id`` is ""). A row is due when wake_at, and not_before if any, have passed.
+        Those that are due longest first; with ``since``, of those that became due then or later. Rows of flows
+        outside ``known``, and re-drive rows where ``redrive`` is False, are left out before the limit; a row whose
+        execution is gone goes to anybody (its ``flow_id`` is ""). A row is due when wake_at, and not_before if any, have passed.
         """
 
     def put_off(self, row: TimerRow, *, delay: float, tries: int) -> None:

@@ -464,19 +464,23 @@ class MemoryStore:
         for rows in self._tables.timers.values():
             yield from rows.values()
 
-    def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
+    def claim_due(
+        self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
+    ) -> list[Due]:
         with self._lock:
             now = self.now()
             due = [
                 row
                 for row in sorted(self._all_timers(), key=_due_at)
-                if _due_at(row) <= now and (redrive or row.redrive is None) and self._serves(known, row)
+                if (since or _due_at(row)) <= _due_at(row) <= now
+                and (redrive or row.redrive is None)
+                and self._serves(known, row)
             ]
             claimed = []
             for row in due[:limit]:
                 held = replace(row, not_before=now + timedelta(seconds=hold))
                 self._tables.timers[row.execution_id][row.wake_at] = held
-                claimed.append(Due(held, now, *self._flow_of(row.execution_id)))
+                claimed.append(Due(held, now, *self._flow_of(row.execution_id), _due_at(row)))
             return claimed
 
     def _serves(self, known: Known, row: TimerRow) -> bool:

@@ -105,22 +105,34 @@ OWN: Final = named(
     ),
     Statement(
         "claim_due",
-        "Due wakes, those due longest first; the filters come before the limit, so that rows which this "
-        "node cannot serve never starve others. The rows are locked, so their places stand, and they are "
-        "updated by these: by their keys, a large batch would be joined to a walk over the whole table.",
+        "Due wakes from an instant on, those due longest first; the filters come before the limit, so that rows "
+        "which this node cannot serve never starve others. Where a pass goes on it begins behind what it has "
+        "taken, for the index holds what was there until it is cleaned. No table is walked over, whatever the "
+        "planner expects: the instant is compared in a pair, since between two plain bounds it expects few rows "
+        "and would sort all that are due; executions are looked up one by one; and the timers are written by their "
+        "places, which stand while they are locked.",
         f"""
-        with due as (
-            select t.ctid as place, coalesce(t.not_before, t.wake_at) as due, x.flow_id, x.version
-            from loom_timer t left join loom_execution x on x.id = t.execution_id
-            where coalesce(t.not_before, t.wake_at) <= $now
+        with known as materialized (select key, value from $known), clock as materialized (
+            select $now as now, $later(hold) as later
+        ), due as materialized (
+            select t.id, t.ctid as place, coalesce(t.not_before, t.wake_at) as due, x.flow_id, x.version
+            from loom_timer t left join lateral (
+                select id, status, chain, flow_id, version from loom_execution where id = t.execution_id limit 1
+            ) x on true
+            where coalesce(t.not_before, t.wake_at) <= (select now from clock)
+            and (coalesce(t.not_before, t.wake_at), t.id) >= (coalesce($at(since), '-infinity'), 0)
             and (%(redrive)s or t.redrive is null)
             and (%(any_flow)s or x.id is null or {SERVES})
             order by coalesce(t.not_before, t.wake_at) limit %(limit)s
             $lock_free(t)
+        ), held as (
+            update loom_timer set not_before = (select later from clock)
+            where ctid = any (array(select place from due))
+            returning id, execution_id, wake_at, redrive, deadline, tries
         )
-        update loom_timer t set not_before = $later(hold) from due where t.ctid = due.place
-        returning t.execution_id, $time(t.wake_at), t.redrive, t.deadline, $time(t.not_before), t.tries,
-            $time(due.due), $time($now), coalesce(due.flow_id, ''), coalesce(due.version, 0)
+        select execution_id, $time(wake_at), redrive, deadline, (select $time(later) from clock), tries,
+            $time(due), (select $time(now) from clock), coalesce(flow_id, ''), coalesce(version, 0)
+        from held join due using (id)
         """,
     ),
     Statement(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from django.db import Error, connections, transaction
@@ -542,11 +543,23 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def schedule(self, row: TimerRow) -> None:
         self._run("schedule", {"id": row.execution_id, **timer_row(row)})
 
-    def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
-        rows = self._due_rows({"limit": limit, "hold": hold, "redrive": redrive, **_flow_filter(known)})
+    def claim_due(
+        self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
+    ) -> list[Due]:
+        names = {"limit": limit, "hold": hold, "redrive": redrive, "since": since, **_flow_filter(known)}
+        rows = sorted(self._due_rows(names), key=itemgetter(6))
+        if not rows:
+            return []
+        held, now = self._instant(rows[0][4]), self._instant(rows[0][7])  # the same for all of a claim
         return [
-            Due(self._timer_row(columns), self._instant(now), flow_id, version)
-            for *columns, _was_due, now, flow_id, version in sorted(rows, key=lambda row: row[6])
+            Due(
+                TimerRow(execution_id, self._instant(wake_at), redrive, bool(deadline), held, tries),
+                now,
+                flow_id,
+                version,
+                self._instant(at),
+            )
+            for execution_id, wake_at, redrive, deadline, _, tries, at, _, flow_id, version in rows
         ]
 
     def _due_rows(self, parameters: Mapping[str, Any]) -> list[Row]:

@@ -23,7 +23,7 @@ from loom_django import compat
 from loom_django.errors import StoreUnavailableError
 from loom_django.kernel.events import Event
 from loom_django.kernel.state import Status
-from loom_django.stores.base import Commit, Due, Known
+from loom_django.stores.base import Commit
 from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import (
@@ -253,23 +253,24 @@ OWN: Final = named(
     ),
     Statement(
         "claim_due",
-        "Due wakes, those due longest first; the filters come before the limit, so that rows which this "
-        "node cannot serve never starve others.",
+        "Due wakes from an instant on, those due longest first; the filters come before the limit, so that rows "
+        "which this node cannot serve never starve others.",
         f"""
+        with known as (select key, value from $known)
         select t.id, coalesce(t.not_before, t.wake_at), coalesce(x.flow_id, ''), coalesce(x.version, 0)
         from loom_timer t left join loom_execution x on x.id = t.execution_id
-        where coalesce(t.not_before, t.wake_at) <= $now
+        where coalesce(t.not_before, t.wake_at) between coalesce($at(since), '') and $now
         and (%(redrive)s or t.redrive is null)
         and (%(any_flow)s or x.id is null or {SERVES})
         order by coalesce(t.not_before, t.wake_at) limit %(limit)s
         """,
     ),
     Statement(
-        "hold_timer",
-        "A due wake that was picked is out of sight until its hold is over.",
+        "hold_timers",
+        "Due wakes that were picked are out of sight until their hold is over.",
         """
-        update loom_timer set not_before = $later(hold) where id = %(id)s
-        returning execution_id, wake_at, redrive, deadline, not_before, tries
+        update loom_timer set not_before = $later(hold) where id in ($list(ids))
+        returning id, execution_id, wake_at, redrive, deadline, not_before, tries
         """,
     ),
     Statement("lanes", "Where to look for work, in order.", f"{LANES} {LANES_IN_ORDER}"),
@@ -559,17 +560,18 @@ class SqliteStore(SqlStore):
 
     # The rest that SQLite does in its own way.
 
-    def claim_due(self, *, limit: int, hold: float, known: Known, redrive: bool) -> list[Due]:
-        return self._atomically(
-            lambda: super(SqliteStore, self).claim_due(limit=limit, hold=hold, known=known, redrive=redrive)
-        )
-
     def _due_rows(self, parameters: Mapping[str, Any]) -> list[Row]:
-        now = self.now()
-        rows: list[Row] = []
-        for number, was_due, flow_id, version in self._run("claim_due", {**parameters, "now": now}):
-            held = self._run("hold_timer", {"id": number, "hold": parameters["hold"], "now": now})[0]
-            rows.append((*held, was_due, now, flow_id, version))
+        return self._atomically(lambda: self._held_timers({**parameters, "now": self.now()}))
+
+    def _held_timers(self, parameters: Mapping[str, Any]) -> list[Row]:
+        due = {number: told for number, *told in self._run("claim_due", parameters)}
+        if not due:
+            return []
+        names = {"ids": dumps(list(due)), "hold": parameters["hold"], "now": parameters["now"]}
+        rows = []
+        for number, *columns in self._run("hold_timers", names):
+            at, flow_id, version = due[number]
+            rows.append((*columns, at, parameters["now"], flow_id, version))
         return rows
 
     def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:

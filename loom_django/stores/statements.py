@@ -104,16 +104,19 @@ _NEWEST: Final = """
     ), {first})
 """
 
-# Whether a node has the code that a wake of x is for: once x was continued, that of the newest of its chain, which is
-# found without a sort, whatever the planner thinks of the index.
+# Whether a node has the code that a wake of x is for, by the rows ``known``: once x was continued, that of the newest
+# of its chain, which is found without a sort, whatever the planner thinks of the index.
 SERVES: Final = f"""
     exists (
-        select 1 from $known known join loom_execution n on n.id = case x.status when '{Status.CONTINUED}' then (
+        select 1 from known where known.key = x.flow_id and x.version <= cast(known.value as integer)
+        and x.status <> '{Status.CONTINUED}'
+    ) or x.status = '{Status.CONTINUED}' and exists (
+        select 1 from loom_execution n join known on known.key = n.flow_id
+        where n.version <= cast(known.value as integer) and n.id = (
             select s.id from loom_execution s where s.chain = x.chain and s.chain <> s.id and s.created_at = (
                 select max(m.created_at) from loom_execution m where m.chain = x.chain and m.chain <> m.id
             )
-        ) else x.id end
-        where known.key = n.flow_id and n.version <= cast(known.value as integer)
+        )
     )
 """
 

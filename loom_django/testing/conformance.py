@@ -1368,9 +1368,17 @@ class TimerStoreConformance(StoreConformance):
         return self._zero + timedelta(seconds=seconds)
 
     def due(
-        self, *, limit: int = 100, hold: float = 60, redrive: bool = True, known: Known | None = None
+        self,
+        *,
+        limit: int = 100,
+        hold: float = 60,
+        redrive: bool = True,
+        known: Known | None = None,
+        since: datetime | None = None,
     ) -> list[str]:
-        claimed = self.store.claim_due(limit=limit, hold=hold, known=known or self.known, redrive=redrive)
+        claimed = self.store.claim_due(
+            limit=limit, hold=hold, known=known or self.known, redrive=redrive, since=since
+        )
         return [due.row.execution_id for due in claimed if due.flow_id in ("", self.flow_id)]
 
     def test_rows_come_back_as_they_were_owed(self) -> None:
@@ -1490,6 +1498,18 @@ class TimerStoreConformance(StoreConformance):
         assert self.due() == [logs[0].id]
         assert self.due() == []
 
+    def test_a_claim_may_begin_behind_an_earlier_one(self) -> None:
+        """With ``since`` what became due before is left out, before the limit; what became due then is not."""
+        logs = [self.parked() for _ in range(4)]
+        put_off = TimerRow(logs[3].id, self.at(-99), not_before=self.at(-15))
+        rows = [TimerRow(log.id, self.at(-40 + 10 * number)) for number, log in enumerate(logs[:3])]
+        for row in (*rows, put_off):
+            self.store.schedule(row)
+        assert self.due(limit=1, since=self.at(-30)) == [logs[1].id]
+        assert self.due(since=self.at(-30)) == [logs[2].id, logs[3].id]
+        assert self.due(since=self.at(-30)) == []
+        assert self.due() == [logs[0].id]
+
     def test_a_due_row_tells_what_is_needed_to_judge_it(self) -> None:
         """The row, the store's clock, flow and version."""
         log = self.parked()
@@ -1500,6 +1520,7 @@ class TimerStoreConformance(StoreConformance):
         assert replace(due.row, not_before=None) == row
         assert (due.flow_id, due.version) == (self.flow_id, 1)
         assert before <= due.now <= self.store.now()
+        assert due.at == row.wake_at
         assert due.row == self.store.timers(log.id)[0]
 
     def test_a_claimed_row_is_nobody_else_s_while_it_is_held(self) -> None:
