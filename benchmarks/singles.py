@@ -163,7 +163,10 @@ def timers(bench: Bench, count: int, *, ahead: int) -> Iterator[Any]:
     with connection.cursor() as cursor:
         if connection.vendor == "sqlite":
             rows = f"(with recursive s(n) as (select 1 union all select n + 1 from s limit {count}) select n from s)"
-            at, no = f"strftime('%Y-%m-%d %H:%M:%f', 'now', '{ahead} seconds', (n * 0.001) || ' seconds')", "0"
+            at, no = (
+                f"strftime('%Y-%m-%d %H:%M:%f', 'now', '{ahead} seconds', (n * 0.001) || ' seconds')",
+                "0",
+            )
         else:
             rows = f"generate_series(1, {count}) as n"
             at, no = f"now() + interval '{ahead} seconds' + n * interval '1 millisecond'", "false"

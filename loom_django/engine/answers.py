@@ -21,8 +21,10 @@ from loom_django.engine.journal import Journal
 from loom_django.engine.outside import (
     ATTEMPTS,
     Appended,
+    Compose,
     Landing,
     answer_park,
+    answer_parks,
     append_fenced,
     append_note,
 )
@@ -691,19 +693,36 @@ def fire_timer(engine: Engine, execution_id: str, wake_at: datetime, ownership: 
     Raises:
         FlowCodeMismatchError: the flow's code is not the recorded one; the row stays.
     """
+    return answer_park(engine, execution_id, _firing(wake_at, ownership), fences=True)
+
+
+def fire_timers(
+    engine: Engine, wakes: Mapping[str, tuple[datetime, Ownership]], *, most: int
+) -> dict[str, Appended]:
+    """As :func:`fire_timer`, for several executions together; those that are left out are to be fired by themselves.
+
+    Left out are those that :func:`~loom_django.engine.outside.answer_parks` leaves out.
+    """
+    composed = {
+        execution_id: _firing(wake_at, ownership) for execution_id, (wake_at, ownership) in wakes.items()
+    }
+    return answer_parks(engine, composed, most=most)
+
+
+def _firing(wake_at: datetime, ownership: Ownership) -> Compose:
     instant = to_micros(wake_at)
 
     def compose(journal: Journal) -> Landing | None:
         due = [wait for wait in journal.fold.pending_waits() if wait.wake_at == instant]
         if not due:
             return None
-        check_code(engine, journal.fold)
+        check_code(journal.engine, journal.fold)
         for wait in due:
             journal.record(Kind.TIMER_FIRED, {"wait": wait.id, "wake_at": instant})
         journal.record(Kind.EXECUTION_RESUMED, {"wait": due[0].id, "event": TIMER_EVENT})
         return Landing(ownership, timers_off=(wake_at,))
 
-    return answer_park(engine, execution_id, compose, fences=True)
+    return compose
 
 
 def deliver(engine: Engine, execution_id: str, ownership: Ownership) -> Appended:

@@ -10,18 +10,21 @@ is the last thing before the append: an answer that is refused has fenced nobody
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
-from loom_django.engine import snapshots
+from loom_django.engine import drive, snapshots
 from loom_django.engine.core import Engine, random_token
 from loom_django.engine.journal import LOST, Journal
 from loom_django.errors import ExecutionNotFoundError, ResumeContendedError, StaleFenceError
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
-from loom_django.stores.base import KEEP, Changed, Loaded, Ownership, Stale, TimerRow
+from loom_django.stores.base import KEEP, Changed, Loaded, Look, Ownership, Stale, TimerRow
+
+log = logging.getLogger("loom_django.outside")
 
 # How often somebody else may be first.
 ATTEMPTS: Final = 3
@@ -95,6 +98,53 @@ def answer_park(
         OpenTransactionError: in a caller's transaction that reads from one snapshot.
     """
     return _Answer(engine, execution_id, compose, fence, fences).land()
+
+
+def answer_parks(engine: Engine, composed: Mapping[str, Compose], *, most: int) -> dict[str, Appended]:
+    """As :func:`answer_park` with ``fences``, for several executions in a few statements, each with one try.
+
+    Returned are those that are answered. The others are to be answered by themselves, where it is told what is in the
+    way: a log of more than ``most`` events, a refusal, nothing to append, somebody else at work on it.
+
+    Raises:
+        Exception: what failed for all of them; nobody is known to be answered.
+    """
+    store = engine.store
+    store.check_clock()
+    answers: dict[str, tuple[Journal, Landing]] = {}
+    looks = []
+    for execution_id, events in store.read_short(list(composed), most=most).items():
+        try:
+            journal = open_journal(engine, Loaded(tuple(events), 0, 0))
+            park_fence = journal.fold.park_fence
+            landing = composed[execution_id](journal)
+        except Exception as exc:
+            log.debug("%s is answered by itself: %s", execution_id, exc)
+            continue
+        if landing is not None:
+            answers[execution_id] = journal, landing
+            looks.append(Look(execution_id, events[-1].sequence, fence=park_fence))
+    landings: list[tuple[Journal, drive.Landing[tuple[Event, ...]]]] = []
+    commits = []
+    for execution_id, taken in store.acquire_fences_at(looks).items():
+        journal, landing = answers[execution_id]
+        journal.present(taken.fence)
+        under_way = journal.landing(
+            ownership=landing.ownership,
+            timers=landing.timers,
+            timers_off=landing.timers_off,
+            messages=landing.messages,
+            pass_notes=False,
+        )
+        append = next(under_way)
+        if isinstance(append, drive.Append):
+            landings.append((journal, under_way))
+            commits.append(append.commit)
+    outcomes = zip(landings, store.append_shared(commits), strict=True)
+    landed = [one for one, refused in outcomes if refused is None]
+    return {
+        journal.execution_id: Appended(journal, drive.carried_out(under_way)) for journal, under_way in landed
+    }
 
 
 class _Answer:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 from loom_django.engine import answers
@@ -22,8 +24,9 @@ from loom_django.errors import (
 )
 from loom_django.kernel.backoff import redrive_delay
 from loom_django.services import announce
-from loom_django.services.dispatch import Dispatcher, hand_on
+from loom_django.services.dispatch import Dispatcher, InlineDispatcher, hand_on
 from loom_django.services.redrive import ArrivalRedriver, Redriver
+from loom_django.services.worker import SHORT
 from loom_django.stores.base import Due, TimerRow
 
 log = logging.getLogger("loom_django.timers")
@@ -73,7 +76,8 @@ class TimerService:
         """
         went_on = self._since is not None
         dues = self._claim()
-        for alike in _by_execution(dues):
+        fired = self._fired_together(dues)
+        for alike in _by_execution([due for due in dues if due.row.execution_id not in fired]):
             if len(alike) == 1 or not self._served_together(alike):
                 for due in alike:
                     self._serve(due)
@@ -101,6 +105,39 @@ class TimerService:
             if row.wake_at <= now:
                 self._serve(Due(row, now, flow_id, version, row.wake_at))
 
+    def _fired_together(self, dues: Sequence[Due]) -> set[str]:
+        """Answer the plain wakes of a batch together; return whose was answered.
+
+        Not where the bodies are run at once, each under a lease from its answer on; and of an execution with several
+        due rows each goes by itself, in order.
+        """
+        dispatcher = self.dispatcher()
+        rows = Counter(due.row.execution_id for due in dues)
+        plain = {
+            due.row.execution_id: due for due in dues if rows[due.row.execution_id] == 1 and _is_plain(due)
+        }
+        if len(plain) < 2 or isinstance(dispatcher, InlineDispatcher):
+            return set()
+        tickets = {execution_id: dispatcher.ticket() for execution_id in plain}
+        wakes = {
+            execution_id: (due.row.wake_at, tickets[execution_id].ownership)
+            for execution_id, due in plain.items()
+        }
+        try:
+            fired = answers.fire_timers(self.engine, wakes, most=SHORT)
+        except StoreUnavailableError:
+            raise
+        except Exception as exc:
+            if self.engine.store.is_connection_lost(exc):
+                raise
+            log.debug("each is woken by itself: %s", exc)
+            return set()
+        self.fired += len(fired)
+        for execution_id, appended in fired.items():
+            hand = partial(hand_on, self.engine, dispatcher, appended, tickets[execution_id])
+            self._guarded(plain[execution_id], hand)
+        return set(fired)
+
     def _served_together(self, dues: Sequence[Due]) -> bool:
         """Serve re-drive rows of one execution with one look, if nothing of its park is over; False leaves them."""
         execution_id, store = dues[0].row.execution_id, self.engine.store
@@ -119,8 +156,12 @@ class TimerService:
         return True
 
     def _serve(self, due: Due) -> None:
+        self._guarded(due, partial(self._fire, due))
+
+    def _guarded(self, due: Due, act: Callable[[], None]) -> None:
+        """Do it for one row; a failure puts that off, and stops no other."""
         try:
-            self._fire(due)
+            act()
         except StoreUnavailableError:
             raise
         except ResumeContendedError as exc:
@@ -206,6 +247,11 @@ class TimerService:
                 exc_info=exc,
                 extra={"execution_id": row.execution_id, "wake_at": row.wake_at.isoformat()},
             )
+
+
+def _is_plain(due: Due) -> bool:
+    """True for the wake of a wait, of an execution that is there."""
+    return due.row.redrive is None and not due.row.deadline and bool(due.flow_id)
 
 
 def _by_execution(dues: Sequence[Due]) -> Iterable[list[Due]]:

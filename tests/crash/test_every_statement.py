@@ -73,6 +73,11 @@ def orphaned_in_pairs(lab: Lab, ids: list[str]) -> None:
     orphaned(lab, [*ids, *(f"{id}-beside" for id in ids)])
 
 
+def asleep_in_pairs(lab: Lab, ids: list[str]) -> None:
+    """Likewise, so that every pass of a timer loop wakes a batch."""
+    started("slept")(lab, [*ids, *(f"{id}-beside" for id in ids)])
+
+
 WORKER = ("run_loom_worker", "--once", "--max-executions", "1", "--no-timers", "--no-recovery")
 TIMERS = ("run_loom_timers", "--once", "--limit", "1")
 INLINE = {"DISPATCHER": "inline"}
@@ -90,6 +95,12 @@ SCENES: dict[str, tuple[Prepare, str, Callable[[str], tuple[Any, ...]], dict[str
     "verdict-ready": (in_doubt, "resolve", lambda id: (id, "doubtful", "retry-fresh"), QUEUED),
     "timer-inline": (started("slept"), "command", lambda id: TIMERS, INLINE),
     "timer-ready": (started("slept"), "command", lambda id: TIMERS, QUEUED),
+    "timer-batch": (
+        asleep_in_pairs,
+        "command",
+        lambda id: ("run_loom_timers", "--once", "--limit", "2"),
+        QUEUED,
+    ),
     "deadline": (started("late"), "command", lambda id: TIMERS, QUEUED),
     "message-inline": (started("told"), "send", lambda id: (id, "note", "hello"), INLINE),
     "message-ready": (started("told"), "send", lambda id: (id, "note", "hello"), QUEUED),
