@@ -568,7 +568,7 @@ class SqliteStore(SqlStore):
         if not due:
             return []
         names = {"ids": dumps(list(due)), "hold": parameters["hold"], "now": parameters["now"]}
-        rows = []
+        rows: list[Row] = []
         for number, *columns in self._run("hold_timers", names):
             at, flow_id, version = due[number]
             rows.append((*columns, at, parameters["now"], flow_id, version))

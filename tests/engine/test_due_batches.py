@@ -138,7 +138,7 @@ def test_what_is_out_of_the_ordinary_is_served_by_itself(
 
     def checked(engine: Any, fold: Any) -> None:
         if fold.execution_id == gone:
-            raise FlowCodeMismatchError(gone, "d.sleeps", 1, "it was changed")
+            raise FlowCodeMismatchError(gone, "d.sleeps", "it was changed", "now")
         check(engine, fold)
 
     monkeypatch.setattr(answers, "check_code", checked)
@@ -268,5 +268,5 @@ def test_a_batch_asks_the_database_as_often_for_forty_as_for_ten(world: World) -
             assert timers(world, limit=limit).tick()
         counts.append(len(asked))
     each = (counts[1] - counts[0]) / 30
-    assert each == (4 if store.connection.vendor == "sqlite" else 0), counts
+    assert each <= (4 if store.connection.vendor == "sqlite" else 0), counts
     assert counts[0] - 10 * each <= 12
