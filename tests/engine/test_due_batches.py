@@ -269,4 +269,4 @@ def test_a_batch_asks_the_database_as_often_for_forty_as_for_ten(world: World) -
         counts.append(len(asked))
     each = (counts[1] - counts[0]) / 30
     assert each <= (4 if store.connection.vendor == "sqlite" else 0), counts
-    assert counts[0] - 10 * each <= 12
+    assert counts[0] - 10 * each <= 14
