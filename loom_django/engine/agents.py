@@ -186,7 +186,7 @@ class _Loop:
         if found is None:
             return None
         body.begin_live()
-        fields = {"decision": _REFUSED + step_id, "value": Encoded(codec.dumps(list(found)))}
+        fields = {"decision": _REFUSED + step_id, "value": Encoded.of(list(found))}
         event = body.journal.record(Kind.DECISION_RECORDED, fields)
         body.did(event.data["at"])
         return found

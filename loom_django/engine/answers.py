@@ -37,7 +37,6 @@ from loom_django.errors import (
     StaleFenceError,
     VerdictRefusedError,
 )
-from loom_django.kernel import codec
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.state import (
@@ -317,7 +316,7 @@ def _timer_of(wait: Wait) -> tuple[datetime, ...]:
 
 
 def _encoded(engine: Engine, value: Any, path: str) -> Encoded:
-    return Encoded(codec.dumps(value, path=path, limit=engine.settings().MAX_PAYLOAD_BYTES))
+    return Encoded.of(value, path=path, limit=engine.settings().MAX_PAYLOAD_BYTES)
 
 
 def _pending_wait(fold: Fold, event_type: str, correlation_key: str | None) -> Wait:

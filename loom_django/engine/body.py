@@ -317,7 +317,7 @@ class Body:
             self.served(known.at)
         elif self.flow.on_error == "fail":
             # What follows, compensations too, must follow on a replay, whatever the setting is by then.
-            fields = {"decision": HISTORY_DECISION, "value": Encoded(codec.dumps(length))}
+            fields = {"decision": HISTORY_DECISION, "value": Encoded.of(length)}
             self.did(self.journal.record(Kind.DECISION_RECORDED, fields).data["at"])
         raise error
 
@@ -639,7 +639,7 @@ class Body:
         fields = {"decision": decision_id, "value": text, **self._inner_fields(inner)}
         event = self.journal.record(Kind.DECISION_RECORDED, fields)
         self.did(event.data["at"])
-        return codec.loads(text)
+        return codec.decode(text.tree)
 
     def _decide_with_steps(
         self, decider: Callable[[Any], Any], context: Any, deciding: Deciding
@@ -835,7 +835,7 @@ class Body:
     # Values.
 
     def encode(self, value: Any, path: str) -> Encoded:
-        return Encoded(codec.dumps(value, path=path, limit=self.settings.MAX_PAYLOAD_BYTES))
+        return Encoded.of(value, path=path, limit=self.settings.MAX_PAYLOAD_BYTES)
 
     def _encoded(self, value: Any, path: str) -> Encoded:
         return self.checked(lambda: self.encode(value, path))  # type: ignore[no-any-return]
@@ -974,7 +974,7 @@ def metered(resource: str, amount: Any) -> dict[str, Any]:
     exact = Decimal(str(amount) if isinstance(amount, float) else amount)
     if not exact.is_finite() or exact < 0:
         raise InvalidInputError(f"a metered amount is finite and not negative, not {amount!r}")
-    return {"resource": resource, "amount": Encoded(codec.dumps(exact))}
+    return {"resource": resource, "amount": Encoded.of(exact)}
 
 
 def takes_arguments(function: Callable[..., Any]) -> bool:

@@ -174,7 +174,7 @@ def _record(
     wanted = [child.id for child in children]
     if mode == "any":
         first = next(child for child in wanted if child not in ends or ends[child] is not None)
-        fields = {"decision": _FIRST + wait_id, "value": Encoded(codec.dumps(first))}
+        fields = {"decision": _FIRST + wait_id, "value": Encoded.of(first)}
         body.journal.record(Kind.DECISION_RECORDED, fields)
         wanted = [first]
     for child_id in wanted:

@@ -40,7 +40,7 @@ def _ending(engine: Engine, outcome: Outcome) -> dict[str, object]:
     error = outcome.error
     if error is None:
         try:
-            return {"output": Encoded(codec.dumps(outcome.value, path="late result", limit=limit))}
+            return {"output": Encoded.of(outcome.value, path="late result", limit=limit)}
         except LoomError as exc:
             error = exc
     described = describe_error(error, MAX_ERROR_BYTES)

@@ -247,7 +247,7 @@ class _Scope:
             self.body.served(self.known.at)
         else:
             failed = self.failed[0]
-            value = Encoded(codec.dumps({"failed": failed.name}))
+            value = Encoded.of({"failed": failed.name})
             fields = {"decision": _DECISION + self.path, "value": value}
             event = self.body.journal.record(Kind.DECISION_RECORDED, fields)
             self.body.did(event.data["at"])

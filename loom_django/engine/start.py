@@ -20,7 +20,6 @@ from loom_django.engine.journal import Journal
 from loom_django.errors import (
     ExecutionConflictError,
     InvalidInputError,
-    PayloadTooLargeError,
     StoreUnavailableError,
     shown,
 )
@@ -254,7 +253,7 @@ def _facts(
     return fields, row_of_start(recorded, execution_id)
 
 
-def _start_fields(flow: Flow[..., Any], options: Mapping[str, Any], given: str) -> dict[str, Any]:
+def _start_fields(flow: Flow[..., Any], options: Mapping[str, Any], given: Encoded) -> dict[str, Any]:
     """The payload of EXECUTION_STARTED."""
     return {
         "flow": flow.id,
@@ -263,7 +262,7 @@ def _start_fields(flow: Flow[..., Any], options: Mapping[str, Any], given: str) 
         "code": flow.code_hash or None,
         "graph": graph_of(flow),
         "options": {name: value for name, value in options.items() if value is not None} or None,
-        "input": Encoded(given),
+        "input": given,
     }
 
 
@@ -293,13 +292,10 @@ def deadline_timer(execution_id: str, new: NewExecution) -> tuple[TimerRow, ...]
     return () if new.deadline is None else (TimerRow(execution_id, new.deadline, deadline=True),)
 
 
-def _input(flow: Flow[..., Any], given: Mapping[str, Any], limit: int) -> str:
+def _input(flow: Flow[..., Any], given: Mapping[str, Any], limit: int) -> Encoded:
     """The input by parameter name; a refusal names the parameter."""
-    parts = [f"{json.dumps(name)}:{codec.dumps(value, path=name)}" for name, value in given.items()]
-    text = "{" + ",".join(parts) + "}"
-    if len(text) > limit:
-        raise PayloadTooLargeError(len(text), limit, f"input of flow {flow.id}")
-    return text
+    tree = {name: codec.encode(value, path=name) for name, value in given.items()}
+    return Encoded.of_tree(tree, path=f"input of flow {flow.id}", limit=limit)
 
 
 def _attributes(attributes: Mapping[str, Any], limit: int) -> str:

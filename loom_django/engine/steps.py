@@ -25,7 +25,6 @@ from loom_django.errors import (
     EffectInDoubt,
     InvalidInputError,
     LoomError,
-    PayloadTooLargeError,
     StaleFenceError,
     StepFailed,
     StoreUnavailableError,
@@ -196,13 +195,12 @@ def arguments_text(body: Body, step_id: str, args: tuple[Any, ...], kwargs: Mapp
     Raises:
         UnencodableValueError, PayloadTooLargeError: they cannot be recorded.
     """
-    encoded_args = codec.dumps(list(args), path=f"{step_id}: args")
-    encoded_kwargs = codec.dumps(dict(kwargs), path=f"{step_id}: kwargs") if kwargs else "{}"
-    text = f'{{"args":{encoded_args},"kwargs":{encoded_kwargs}}}'
+    given = {
+        "args": codec.encode(list(args), path=f"{step_id}: args"),
+        "kwargs": codec.encode(dict(kwargs), path=f"{step_id}: kwargs") if kwargs else {},
+    }
     limit = body.settings.MAX_PAYLOAD_BYTES
-    if len(text) > limit:
-        raise PayloadTooLargeError(len(text), limit, f"arguments of step {step_id}")
-    return Encoded(text)
+    return Encoded.of_tree(given, path=f"arguments of step {step_id}", limit=limit)
 
 
 def _attempt(
@@ -262,7 +260,7 @@ def _prepared_call(
         deadline=_deadline(body, tool, frame),
     )
     # A tool gets what a replay would get: containers are copies made by the codec.
-    arguments = codec.loads(given)
+    arguments = codec.decode(given.tree)
     args = arguments["args"] if within is None or within.rebuilt is None else within.rebuilt()
     func = body.engine.stubs.get(tool.name, tool.func)
 
@@ -312,8 +310,8 @@ def _completed(body: Body, step_id: str, tool: Tool[..., Any], outcome: Outcome,
     return _after_codec(outcome.value, text)
 
 
-def _after_codec(value: Any, text: str) -> Any:
-    return value if type(value) in _SCALARS else codec.loads(text)
+def _after_codec(value: Any, recorded: Encoded) -> Any:
+    return value if type(value) in _SCALARS else codec.decode(recorded.tree)
 
 
 def _settled(body: Body, event: Event, elapsed: float, at_once: bool) -> Steps[None]:

@@ -73,7 +73,10 @@ T = TypeVar("T")
 
 
 def encode(value: Any, *, path: str = "value") -> Tree:
-    """Turn a value into its stored form, or refuse it with the path to what cannot be recorded."""
+    """Turn a value into its stored form, or refuse it with the path to what cannot be recorded.
+
+    The form shares no list or dict with the value.
+    """
     try:
         return _encode(value, 0)
     except _Refused as refused:
@@ -84,11 +87,15 @@ def encode(value: Any, *, path: str = "value") -> Tree:
 
 def dumps(value: Any, *, path: str = "value", limit: int | None = None) -> str:
     """Turn a value into the text of its stored form, at most `limit` bytes long."""
-    tree = encode(value, path=path)
+    return text_of(encode(value, path=path), path=path, limit=limit)
+
+
+def text_of(tree: Tree, *, path: str = "value", limit: int | None = None) -> str:
+    """The text of a stored form, at most `limit` bytes long; what reads it gets that form again."""
     try:
         text = _JSON.encode(tree)
     except RecursionError:
-        raise _too_deep(value, path) from None
+        raise _too_deep(tree, path) from None
     if limit is not None and len(text) > limit:
         raise PayloadTooLargeError(len(text), limit, path)
     return text

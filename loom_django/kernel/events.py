@@ -120,9 +120,30 @@ _JSON: Final = json.JSONEncoder(separators=(",", ":"))
 
 
 class Encoded(str):
-    """JSON text that the codec has made; spliced into a payload as it is."""
+    """JSON text that the codec has made; spliced into a payload as it is. ``tree`` is what a reader gets of it."""
 
-    __slots__ = ()
+    __slots__ = ("_tree",)
+    _tree: Any
+
+    @classmethod
+    def of(cls, value: Any, *, path: str = "value", limit: int | None = None) -> Encoded:
+        """A value in the codec's form; arguments and errors as for :func:`~loom_django.kernel.codec.dumps`."""
+        return cls.of_tree(codec.encode(value, path=path), path=path, limit=limit)
+
+    @classmethod
+    def of_tree(cls, tree: Any, *, path: str = "value", limit: int | None = None) -> Encoded:
+        """The same of what is in that form already, and stays as it is."""
+        encoded = cls(codec.text_of(tree, path=path, limit=limit))
+        encoded._tree = tree
+        return encoded
+
+    @property
+    def tree(self) -> Any:
+        try:
+            return self._tree
+        except AttributeError:
+            self._tree = parse(str(self))
+            return self._tree
 
 
 def pack(fields: Mapping[str, Any]) -> str:
@@ -137,16 +158,18 @@ def pack_and_parse(fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if value is None:
             continue
         kind = type(value)
-        if kind is int:
-            text = str(value)
-        elif kind is str:
+        if kind is str:
             text = encode_basestring_ascii(value)
             if "\\u" in text:
                 value = parse(text)  # two halves of a character that stand side by side are read as one
+        elif kind is int:
+            text = str(value)
+        elif kind is Encoded:
+            text, value = value, value.tree
         elif kind is bool:
             text = "true" if value else "false"
         else:
-            text = value if kind is Encoded else _JSON.encode(value)
+            text = _JSON.encode(value)
             value = parse(text)
         texts.append(f'"{name}":{text}')
         data[name] = value

@@ -104,7 +104,7 @@ _TREES = st.recursive(
 @given(
     st.dictionaries(
         st.from_regex("[a-z_]{1,12}", fullmatch=True),
-        _TREES | values.map(lambda value: Encoded(codec.dumps(value))),
+        _TREES | values.map(Encoded.of) | values.map(lambda value: Encoded(codec.dumps(value))),
         max_size=6,
     ),
     st.sampled_from(Kind),
