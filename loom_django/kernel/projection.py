@@ -7,6 +7,7 @@ Ownership (ready, lease) is no part of it: that is no fact of the log.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from loom_django.kernel.state import ExecutionState, Status, Wait
 MAX_ERROR_TEXT = 500
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # one for each append; a frozen one would cost eight times as much
 class Projection:
     """The columns of ``loom_execution`` that the fold decides. Times in microseconds, 0 for none."""
 
@@ -41,24 +42,22 @@ class Projection:
 def project(state: ExecutionState | Fold) -> Projection:
     """Return the projection of a state, or of a fold on its way."""
     fold = state if isinstance(state, Fold) else Fold(state)
-    error = state.error or {}
     waits = fold.pending_waits()
     return Projection(
-        status=state.status,
-        last_sequence=state.last_sequence,
-        flow_id=state.flow_id,
-        version=state.version,
-        flow_hash=state.flow_hash,
-        code_hash=state.code_hash,
-        created_at=state.started_at,
-        updated_at=state.at,
-        finished_at=state.finished_at,
-        current_step=_current_step(fold),
-        in_doubt=len(fold.doubtful),
-        waits=_waits(waits),
-        waiting_on=waits[0].on[:255] if waits else "",
-        error_type=str(error.get("type", ""))[:255],
-        error_message=_plain(codec.decode(error.get("message", "")))[:MAX_ERROR_TEXT] if error else "",
+        fold.status,
+        fold.last_sequence,
+        fold.flow_id,
+        fold.version,
+        fold.flow_hash,
+        fold.code_hash,
+        fold.started_at,
+        fold.at,
+        fold.finished_at,
+        _current_step(fold),
+        len(fold.doubtful),
+        _waits(waits),
+        waits[0].on[:255] if waits else "",
+        *(_error(fold.error) if fold.error else ("", "")),
     )
 
 
@@ -83,6 +82,11 @@ def _wait(wait: Wait) -> dict[str, Any]:
     if wait.children:
         item |= {"children": len(wait.children), "mode": wait.mode}
     return {**item, "budget": dict(wait.budget)} if wait.budget else item
+
+
+def _error(error: Mapping[str, Any]) -> tuple[str, str]:
+    message = _plain(codec.decode(error.get("message", "")))
+    return str(error.get("type", ""))[:255], message[:MAX_ERROR_TEXT]
 
 
 def _plain(text: Any) -> str:

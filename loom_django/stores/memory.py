@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 from loom_django.errors import StaleFenceError
 from loom_django.kernel.events import TERMINAL, Event, Kind, is_answering
@@ -53,8 +54,7 @@ logger = logging.getLogger("loom_django.stores")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """One execution: its projection, and who is to run it."""
 
     new: NewExecution
@@ -69,7 +69,7 @@ class _Row:
         unowned = status in TERMINAL_STATUSES or status == Status.SUSPENDED
         ready = self.ready_at is not None
         held = self.token is not None and self.until is not None
-        if (ready, held) not in ({(False, False)} if unowned else {(True, False), (False, True)}):
+        if ready + held != (not unowned):
             raise AssertionError(
                 f"{status}, ready {ready}, held {held}: not one of finished, parked, ready, held"
             )
@@ -81,6 +81,9 @@ class _FenceRow:
     wakes: int = 0
     recoveries: int = 0
     recovered_sequence: int = 0
+
+
+_UNFENCED = _FenceRow()
 
 
 @dataclass
@@ -115,6 +118,7 @@ class MemoryStore:
     def __init__(self, clock: Callable[[], datetime] | None = None) -> None:
         self._clock = clock
         self._shift = timedelta()
+        self._offset = 0.0  # the same in seconds
         self._lock = threading.RLock()
         self._depth = 0  # of open transactions; the lock's holder is the only one who is in them
         self._rollback = False
@@ -130,7 +134,7 @@ class MemoryStore:
             group = (commit, *commit.also)
             for member in group:
                 member.check()
-            if all(self._landed(member) for member in group):
+            if all(map(self._landed, group)):
                 return
             now = self.now()
             for member in group:
@@ -167,18 +171,17 @@ class MemoryStore:
         yield
 
     def _landed(self, commit: Commit) -> bool:
-        log = self._tables.logs[commit.execution_id]
-        there = log[commit.first_sequence - 1 : commit.first_sequence - 1 + len(commit.events)]
+        before = commit.first_sequence - 1
+        there = self._tables.logs[commit.execution_id][before : before + len(commit.events)]
         return len(there) == len(commit.events) and all(
             old.writer == new.writer != 0 for old, new in zip(there, commit.events, strict=True)
         )
 
     def _guard(self, commit: Commit) -> None:
         fence = self._fence_row(commit.execution_id)
-        if not commit.unguarded and fence.token not in (0, commit.fence):
+        if fence.token not in (0, commit.fence) and not commit.unguarded:
             raise StaleFenceError(commit.execution_id, commit.fence, fence.token)
-        seen = self._fence_row(commit.wakes_of or commit.execution_id).wakes
-        if commit.wakes is not None and commit.wakes != seen:
+        if commit.wakes not in (None, self._fence_row(commit.wakes_of or commit.execution_id).wakes):
             raise WakesMoved(commit.execution_id, commit.first_sequence)
         if len(self._tables.logs[commit.execution_id]) != commit.first_sequence - 1:
             raise SequenceOccupied(commit.execution_id, commit.first_sequence)
@@ -199,7 +202,7 @@ class MemoryStore:
             tables.fences[key] = _FenceRow(fence.token + 1, fence.wakes)
         if commit.parks:
             tables.fences.setdefault(key, fence)
-            tables.fences.setdefault(commit.wakes_of or key, _FenceRow())
+            tables.fences.setdefault(commit.wakes_of or key, _UNFENCED)
         for woken in commit.wake:
             self._wake(woken, woken, now)
         tables.logs[key] += [event.recorded(now) for event in commit.events]
@@ -207,7 +210,7 @@ class MemoryStore:
         self._drop_timers(commit)
         for timer in commit.timers:
             self._upsert(timer)
-        tables.taken |= set(commit.messages)
+        tables.taken.update(commit.messages)
 
     def _drop_timers(self, commit: Commit) -> None:
         rows = self._tables.timers.get(commit.execution_id)
@@ -228,7 +231,7 @@ class MemoryStore:
         self._tables.rows[execution_id] = row
 
     def _fence_row(self, execution_id: str) -> _FenceRow:
-        return self._tables.fences.get(execution_id, _FenceRow())
+        return self._tables.fences.get(execution_id, _UNFENCED)
 
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:
         with self._lock:
@@ -326,7 +329,7 @@ class MemoryStore:
             ids = sorted(key for key, log in logs.items() if key > after and any(map(_is_park, log)))[:limit]
             parked = [key for key in ids if _is_parked(logs[key])]
             made = [key for key in parked if key not in fences]
-            fences.update(dict.fromkeys(made, _FenceRow()))
+            fences.update(dict.fromkeys(made, _UNFENCED))
             return ParkFences(ids[-1] if ids else None, len(parked), len(made))
 
     @contextmanager
@@ -432,7 +435,7 @@ class MemoryStore:
             if key in tables.rows or tables.logs[key]:
                 return False
             if commit.projection.status == Status.SUSPENDED:
-                tables.fences.setdefault(key, _FenceRow())
+                tables.fences.setdefault(key, _UNFENCED)
             row = self._next_row(commit, now)
             tables.logs[key] += [
                 replace(event, recorded_at=event.recorded_at or now) for event in commit.events
@@ -599,7 +602,7 @@ class MemoryStore:
             }
             for execution_id in held:
                 until = self.now() + timedelta(seconds=ttl)
-                self._put(execution_id, replace(self._tables.rows[execution_id], until=until))
+                self._put(execution_id, self._tables.rows[execution_id]._replace(until=until))
             return held
 
     def release(self, execution_id: str, token: int, *, delay: float = 0.0) -> bool:
@@ -788,7 +791,7 @@ class MemoryStore:
 
     def clock_offset(self) -> float:
         if self._clock is None:
-            return self._shift.total_seconds()
+            return self._offset
         return (self.now() - datetime.now(UTC)).total_seconds()
 
     def measure(self) -> None:
@@ -802,6 +805,7 @@ class MemoryStore:
 
     def shift_clock(self, by: timedelta) -> None:
         self._shift += by
+        self._offset = self._shift.total_seconds()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
