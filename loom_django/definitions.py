@@ -654,7 +654,7 @@ class Registry:
     def register(self, flow_: Flow[..., Any]) -> None:
         """Add a flow. The same content again is quiet (reloads); other content is an error."""
         with self._lock:
-            versions = self._flows.setdefault(flow_.id, {})
+            versions = self._flows.get(flow_.id, {})
             known = versions.get(flow_.version)
             if known is not None and _content(known) != _content(flow_):
                 raise DefinitionError(
@@ -662,7 +662,8 @@ class Registry:
                     f"has version {flow_.version} twice, with different content ({_where(known)} and "
                     f"{_where(flow_)}): give the changed one a higher version",
                 )
-            versions[flow_.version] = flow_
+            # In order, and a dict of its own: readers take no lock.
+            self._flows[flow_.id] = dict(sorted({**versions, flow_.version: flow_}.items()))
 
     def forget(self, flow_id: str) -> None:
         """Drop a flow, for tests."""
@@ -670,7 +671,7 @@ class Registry:
             self._flows.pop(flow_id, None)
 
     def versions(self, flow_id: str) -> dict[int, Flow[..., Any]]:
-        return dict(sorted(self._flows.get(flow_id, {}).items()))
+        return dict(self._flows.get(flow_id, {}))
 
     def current(self, flow_id: str, version: int | None = None) -> Flow[..., Any]:
         """The flow to start by id: that version, else the highest that is not pinned.

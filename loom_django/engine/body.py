@@ -158,6 +158,7 @@ class Body:
     ) -> None:
         self.engine = engine
         self.journal = journal
+        self.execution_id = journal.execution_id
         self.flow = flow
         self.driver = driver
         self.settings: LoomSettings = engine.settings()
@@ -188,10 +189,6 @@ class Body:
         self.shared.misuse = error
 
     # Entering and leaving.
-
-    @property
-    def execution_id(self) -> str:
-        return self.journal.execution_id
 
     @property
     def is_replaying(self) -> bool:
@@ -273,8 +270,8 @@ class Body:
 
     def raise_seal(self) -> None:
         """Leave the body if it has been stopped."""
-        if self.sealed is not None:
-            raise self.sealed
+        if (seal := self.sealed) is not None:
+            raise seal
 
     def begin_live(self) -> None:
         """Leave the body if it may do nothing that the log does not hold."""
@@ -346,6 +343,8 @@ class Body:
 
     def reached(self, point: str, step_id: str) -> None:
         """Tell the testing kit; a crash that it stages there is the end of this run."""
+        if self.engine.crash_point is None:
+            return
         try:
             self.engine.reached(point, self.execution_id, step_id)
         except Unwind as unwind:

@@ -150,10 +150,7 @@ def successor_start(
     }
     options.setdefault("deadline", _deadline(at, flow, Options()))
     options |= {"chain": predecessor.chain, "link": link, "children": list(children) or None}
-    fields = {
-        "at": at,
-        **_start_fields(flow, options, _input(flow, given, engine.settings().MAX_PAYLOAD_BYTES)),
-    }
+    fields = _start_fields(at, flow, options, _input(flow, given, engine.settings().MAX_PAYLOAD_BYTES))
     journal = Journal(engine, Fold(), fence=None, writer=random_token())
     journal.record(Kind.EXECUTION_STARTED, fields, execution_id=execution_id)
     new = row_of_start(journal.fold.options, predecessor.chain)
@@ -249,13 +246,16 @@ def _facts(
         "parent": parent,
         "on_parent_close": options.on_parent_close if parent is not None else None,
     }
-    fields = _start_fields(flow, recorded, _input(flow, given, limit))
+    fields = _start_fields(now, flow, recorded, _input(flow, given, limit))
     return fields, row_of_start(recorded, execution_id)
 
 
-def _start_fields(flow: Flow[..., Any], options: Mapping[str, Any], given: Encoded) -> dict[str, Any]:
+def _start_fields(
+    at: int, flow: Flow[..., Any], options: Mapping[str, Any], given: Encoded
+) -> dict[str, Any]:
     """The payload of EXECUTION_STARTED."""
     return {
+        "at": at,
         "flow": flow.id,
         "version": flow.version,
         "hash": flow.flow_hash,

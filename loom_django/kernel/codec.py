@@ -275,7 +275,7 @@ def _tagged_float(value: float) -> Tree:
 def _write_dict(value: dict[Any, Any], depth: int) -> Tree:
     tree = {}
     for key, item in value.items():
-        if type(key) is not str or _UNSAFE_TEXT(key) is not None:
+        if type(key) is not str or not ((key.isascii() and "\0" not in key) or _UNSAFE_TEXT(key) is None):
             return _write_map(value, depth)
         tree[key] = _encode(item, depth)
     return _write_map(value, depth) if len(tree) == 1 and key[:1] == "$" else tree

@@ -42,7 +42,9 @@ class LeaseKeeper:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._condition = threading.Condition()
+        # What is done for each body takes the lock by itself: a condition takes it in Python.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         # By execution and token: one process may claim an execution again while the old body still hangs.
         self._held: dict[tuple[str, int], _Held] = {}
         self._thread: threading.Thread | None = None
@@ -57,7 +59,7 @@ class LeaseKeeper:
             return  # another connection could not see the lease
         if self._pid != os.getpid():
             self._begin()  # a forked child has neither the thread nor its leases
-        with self._condition:
+        with self._lock:
             self._held[execution_id, token] = _Held(time.monotonic(), on_lost)
             if not self._keeping:
                 self._keeping = True
@@ -68,7 +70,7 @@ class LeaseKeeper:
 
     def drop(self, execution_id: str, token: int) -> None:
         """Renew it no longer."""
-        with self._condition:
+        with self._lock:
             self._held.pop((execution_id, token), None)
 
     def keeps(self, execution_id: str, token: int) -> bool:
