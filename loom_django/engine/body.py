@@ -225,7 +225,8 @@ class Body:
                     f"ctx.{what} was called in a branch on the ctx around it: use the ctx that the branch is given"
                 )
             )
-        self.check_task(what)
+        if not self.driver.in_body():
+            self.check_task(what)
         if self.unawaited:
             forgotten = ", ".join(sorted(set(self.unawaited.values())))
             self.unawaited.clear()
@@ -432,12 +433,14 @@ class Body:
     def served(self, at: int) -> None:
         """Move the body's clock to a fact that it has consumed."""
         self.shared.unserved -= 1
-        self.clock = max(self.clock, at)
+        if at > self.clock:
+            self.clock = at
 
     def did(self, at: int) -> None:
         """Move the body's clock to a fact that it has made; it replays no longer."""
         self.shared.unserved = 0
-        self.clock = max(self.clock, at)
+        if at > self.clock:
+            self.clock = at
 
     # Names.
 
@@ -448,13 +451,14 @@ class Body:
 
     def ask(self, step_id: str, how: str) -> None:
         """Note that a step is asked for; an id may be asked for once in a run."""
-        line = f"{self.where()} {how}"
+        line = f"{self.line or source_line()} {how}"
         asked = self.shared.asked
         if step_id in asked:
             self.refuse(DuplicateStepError(step_id, asked[step_id][0], line))
         asked[step_id] = (line, self.path)
-        for deciding in self._deciders():
-            deciding.asked.append(step_id)
+        if self.shared.deciding:
+            for deciding in self._deciders():
+                deciding.asked.append(step_id)
 
     def _deciders(self) -> list[Deciding]:
         """The deciders that this body runs inside of."""

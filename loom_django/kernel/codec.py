@@ -108,7 +108,7 @@ def decode(tree: Tree) -> Any:
         return tree.copy() if _LEAVES.issuperset(map(type, tree)) else list(map(decode, tree))
     if kind is dict:
         if _LEAVES.issuperset(map(type, tree.values())):
-            return _revive(tree.copy())
+            return _revive(tree.copy()) if len(tree) == 1 else tree.copy()
         return _revive(dict(zip(tree, map(decode, tree.values()), strict=True)))
     return tree
 

@@ -41,6 +41,9 @@ class FrameStatus(enum.StrEnum):
     NOTED = "noted"  # in doubt when the execution ended; an operator recorded what became of it
 
 
+SETTLED: Final = frozenset({FrameStatus.COMPLETED, FrameStatus.FAILED})
+
+
 # Waits that only their own call may answer. Programs cannot wait on these names.
 ON_VERDICT: Final = "EffectInDoubtResolved"
 ON_TIMER: Final = "__loom_timer__"
@@ -102,7 +105,7 @@ class Frame(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        return self.status in (FrameStatus.COMPLETED, FrameStatus.FAILED)
+        return self.status in SETTLED
 
     def idempotency_key(self, execution_id: str) -> str:
         """The key of its newest logical attempt."""

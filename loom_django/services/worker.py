@@ -265,7 +265,10 @@ class WorkerService:
                 self._shared.enter_context(self.engine.store.grouping())
             self._held[claim] = counted
             self.claimed += 1
-            plain = sum(not other.is_async for other in self._held.values())
+            # Once there is a thread for each, none of those that are held need be counted.
+            another = len(self._threads) < self.concurrency and len(self._threads) < sum(
+                not other.is_async for other in self._held.values()
+            )
         # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
         self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
         if counted.is_async:
@@ -273,7 +276,7 @@ class WorkerService:
             loop.run(partial(self._run_in, loop, claim, events))
             return
         self._claims.put((claim, events))
-        if plain > len(self._threads):
+        if another:
             thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
