@@ -260,13 +260,14 @@ def _prepared_call(
         deadline=_deadline(body, tool, frame),
     )
     # A tool gets what a replay would get: containers are copies made by the codec.
-    arguments = codec.decode(given.tree)
-    args = arguments["args"] if within is None or within.rebuilt is None else within.rebuilt()
+    rebuilt = None if within is None else within.rebuilt
+    args = codec.decode(given.tree["args"]) if rebuilt is None else rebuilt()
+    kwargs = codec.decode(given.tree["kwargs"])
     func = body.engine.stubs.get(tool.name, tool.func)
 
     def call() -> Any:
         body.reached("in-effect", step_id)
-        return call_tool(body.engine.store, tool, lambda: func(context, *args, **arguments["kwargs"]))
+        return call_tool(body.engine.store, tool, lambda: func(context, *args, **kwargs))
 
     return context, call
 

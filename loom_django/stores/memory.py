@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
 from loom_django.errors import StaleFenceError
 from loom_django.kernel.events import TERMINAL, Event, Kind, is_answering
@@ -54,7 +53,10 @@ logger = logging.getLogger("loom_django.stores")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-class _Row(NamedTuple):
+@dataclass(
+    slots=True
+)  # never changed, but one is made for each append: a frozen one would cost thrice as much
+class _Row:
     """One execution: its projection, and who is to run it."""
 
     new: NewExecution
@@ -197,11 +199,10 @@ class MemoryStore:
 
     def _write(self, commit: Commit, row: _Row, now: datetime) -> None:
         tables, key = self._tables, commit.execution_id
-        fence = self._fence_row(key)
-        if commit.new is not None and fence.token:
+        if commit.new is not None and (fence := self._fence_row(key)).token:
             tables.fences[key] = _FenceRow(fence.token + 1, fence.wakes)
         if commit.parks:
-            tables.fences.setdefault(key, fence)
+            tables.fences.setdefault(key, _UNFENCED)
             tables.fences.setdefault(commit.wakes_of or key, _UNFENCED)
         for woken in commit.wake:
             self._wake(woken, woken, now)
@@ -602,7 +603,7 @@ class MemoryStore:
             }
             for execution_id in held:
                 until = self.now() + timedelta(seconds=ttl)
-                self._put(execution_id, self._tables.rows[execution_id]._replace(until=until))
+                self._put(execution_id, replace(self._tables.rows[execution_id], until=until))
             return held
 
     def release(self, execution_id: str, token: int, *, delay: float = 0.0) -> bool:

@@ -6,10 +6,11 @@ The work is that of ``benchmarks/``; what it takes in time is told there.
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import threading
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import pytest
 from django.db import connection
@@ -17,7 +18,7 @@ from django.db import connection
 from benchmarks import columns, fences, wholes
 from benchmarks.counts import Counts, count
 from benchmarks.frame import Bench, Case, shape
-from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
+from loom_django import AsyncFlowContext, FlowContext, Handle, StepContext, flow, tool
 from loom_django.engine.core import NoKeeper, random_token
 from loom_django.engine.run import run_execution
 from loom_django.engine.threads import Threads
@@ -120,6 +121,41 @@ def test_what_is_asked_of_the_database_is_counted(name: str) -> None:
         statements, trips, most_bytes = POSTGRESQL[name]
         assert (counts.statements, counts.round_trips) == (statements, trips)
         assert most_bytes * 0.9 < counts.sent_bytes <= most_bytes
+
+
+# Calls of functions, of Python and of C, at most: some ten percent more than there are.
+CALLS: Final = 860
+CALLS_A_STEP: Final = 340
+CALLS_A_SERVED_STEP: Final = 83
+
+
+def calls_of(work: Callable[..., object], *args: Any) -> int:
+    """How many functions are called, of several times the fewest: what a busy machine delays is written by itself."""
+    return min(_calls_of(work, *args) for _ in range(4))
+
+
+def _calls_of(work: Callable[..., object], *args: Any) -> int:
+    profile = cProfile.Profile()
+    profile.runcall(work, *args)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_the_calls_of_an_execution_are_counted() -> None:
+    """What the engine itself does for an execution, for each further step, and for each step that a log answers, is
+    bounded; the store is in memory, so that it is no driver's."""
+    bench = Bench(MemoryStore(), keeper=NoKeeper())
+
+    def run(steps: int) -> None:
+        bench.loom.start(wholes.steps, args=(fences.ORDER, steps))
+
+    def replay(handle: Handle[Any]) -> None:
+        bench.loom.resume(handle.id, event_type="Again", payload=True)
+
+    one, many = calls_of(run, 1), calls_of(run, 21)
+    assert one <= CALLS
+    assert (many - one) / 20 <= CALLS_A_STEP
+    short, long = (bench.loom.start(wholes.long, args=(fences.ORDER, steps)) for steps in (20, 120))
+    assert (calls_of(replay, long) - calls_of(replay, short)) / 100 <= CALLS_A_SERVED_STEP
 
 
 def test_what_a_worker_asks_of_the_store_is_counted() -> None:
