@@ -53,9 +53,7 @@ logger = logging.getLogger("loom_django.stores")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-@dataclass(
-    slots=True
-)  # never changed, but one is made for each append: a frozen one would cost thrice as much
+@dataclass(slots=True)  # never changed; one for each append, and a frozen one would cost thrice as much
 class _Row:
     """One execution: its projection, and who is to run it."""
 
