@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
@@ -94,9 +95,10 @@ class UnderWay:
         except BaseException:
             with self._condition:
                 self._refused = batch  # the body appends it again, and is told why
-        else:
-            with self._condition:
-                self._landed += batch
+            return
+        with self._condition:
+            self._landed += batch
+        with suppress(Exception):  # it only makes it quicker, and the body waits for this thread
             self._engine.ring()
 
 

@@ -253,6 +253,24 @@ def test_an_id_that_is_taken_among_them(world: World, gate: Gate, child: Any, en
     assert world.engine.store.status(f"p/u.child#{CHILDREN - 1}") is None
 
 
+def test_a_bell_that_breaks(world: World, gate: Gate, child: Any) -> None:
+    """Whoever is to be told of what has landed finds out by itself, and the body waits for nobody."""
+
+    def ring() -> None:
+        raise RuntimeError("can't start new thread")
+
+    @flow("u.rings")
+    def parent(ctx: FlowContext) -> int:
+        started = start_all(ctx, child, gate)
+        gate.open.set()
+        return sum(ctx.await_children(started))
+
+    world.engine.ring = ring
+    parent.using(execution_id="p").start()
+    assert run_to_the_end(world, "p") == sum(range(CHILDREN))
+    assert gate.sizes == SIZES
+
+
 def test_a_transaction_among_them(
     world: World, gate: Gate, child: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
