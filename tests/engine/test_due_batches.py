@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +12,13 @@ from django.test.utils import CaptureQueriesContext
 
 from loom_django import FlowContext, flow
 from loom_django.engine import answers
+from loom_django.engine.outside import note
 from loom_django.errors import FlowCodeMismatchError
+from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.timers import HOLD, PASS, PUT_OFF, TimerService
-from loom_django.stores.base import READY, TimerRow
+from loom_django.stores.base import READY, Commit, TimerRow
 from loom_django.stores.memory import MemoryStore
 from tests.engine.conftest import World
 
@@ -46,7 +48,7 @@ def timers(world: World, **options: Any) -> TimerService:
 def test_a_pass_goes_on_behind_what_it_has_taken(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """While there are many due rows each look begins where the last one ended; then it begins at the head again, where
     what was owed late is found."""
-    ids = asleep(world, 5)
+    ids = asleep(world, 4)
     store, told = world.engine.store, []
     claim = store.claim_due
 
@@ -61,7 +63,7 @@ def test_a_pass_goes_on_behind_what_it_has_taken(world: World, monkeypatch: pyte
     service = timers(world, limit=2, clock=lambda: 1.0)
     while service.tick():
         pass
-    assert [taken for _, taken, _ in told] == [ids[:2], ids[2:4], ids[4:], ["late"], []]
+    assert [taken for _, taken, _ in told] == [ids[:2], ids[2:], [], ["late"], []]
     assert [since for since, _, _ in told] == [None, told[0][2], told[1][2], None, None]
 
 
@@ -144,6 +146,15 @@ def test_what_is_out_of_the_ordinary_is_served_by_itself(
 
     monkeypatch.setattr(answers, "check_code", checked)
     monkeypatch.setattr("loom_django.services.timers.SHORT", 2)
+    note(world.engine, long, Kind.EXECUTION_DENIED, {"act": "cancel", "principal": "p", "reason": None})
+    together: list[str] = []
+    append = store.append_shared
+
+    def appended(commits: Sequence[Commit]) -> list[Exception | None]:
+        together.extend(commit.execution_id for commit in commits)
+        return append(commits)
+
+    monkeypatch.setattr(store, "append_shared", appended)
     service = timers(world)
     assert service.tick()
     assert [row.tries for row in store.timers(gone)] == [1]
@@ -152,6 +163,7 @@ def test_what_is_out_of_the_ordinary_is_served_by_itself(
     assert world.kinds(over)[-1] == "EXECUTION_SUSPENDED"
     assert world.kinds(late)[-3:] == [*FIRED, "EXECUTION_FAILED"]
     assert fired(world, ids) == [long, twice, *ids[5:]]
+    assert sorted(together) == ids[5:]
     monkeypatch.setattr(answers, "check_code", check)
     world.shift(timedelta(seconds=PUT_OFF + 1))
     assert service.tick()
@@ -189,7 +201,9 @@ def test_a_rival_for_one_of_a_batch_is_met_as_ever(
             answers.fire_timer(world.engine, ids[1], row.wake_at, READY)
 
     before(world, call, act, monkeypatch)
-    assert timers(world).tick()
+    service = timers(world)
+    assert service.tick()
+    assert service.fired == 2
     if rival == "cancels":
         assert world.kinds(ids[1])[-1] == "EXECUTION_CANCELLED"
         assert fired(world, ids) == [ids[0], ids[2]]
