@@ -465,9 +465,9 @@ def test_a_stubborn_async_tool_is_left_behind(
     world: World, is_async: bool, stuck: Callable[[threading.Event], Awaitable[str]]
 ) -> None:
     """It is cancelled, waited for a little and counted; the flow goes on, and what it returns late is noted."""
-    release = threading.Event()
+    release = threading.Event()  # the timeouts leave a busy machine the time to begin the tools
 
-    @tool(timeout=0.05)
+    @tool(timeout=0.5)
     async def slow(ctx: StepContext) -> str:
         return await stuck(release)
 
@@ -475,7 +475,7 @@ def test_a_stubborn_async_tool_is_left_behind(
     async def other(ctx: StepContext) -> int:
         return await sync_to_async(lambda: 3)()
 
-    @tool(idempotent=False, timeout=0.05)
+    @tool(idempotent=False, timeout=0.5)
     async def wire(ctx: StepContext) -> str:
         return await stuck(release)
 
