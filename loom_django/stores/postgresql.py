@@ -8,7 +8,6 @@ an ``execute_wrapper``), they go through Django's cursor instead, and are seen.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -283,11 +282,6 @@ class PostgresStore(SqlStore):
         [*SHARED.values(), *SCHEDULES.values(), *RETENTION.values(), *OWN.values()], WORDS
     )
 
-    def __init__(self, alias: str = "default", *, give_up: float = 30.0) -> None:
-        super().__init__(alias, give_up=give_up)
-        self._writing = threading.Lock()  # while the writer's connection is used, made or closed
-        self._writer: _Writer | None = None
-
     # How a statement gets to the server.
 
     def _run(self, name: str, parameters: Mapping[str, Any]) -> list[Row]:
@@ -434,20 +428,8 @@ class PostgresStore(SqlStore):
 
     # Appends.
 
-    def _land_group(self, commits: Sequence[Commit]) -> list[Exception | None]:
-        with self._writing:
-            if self._groupers:
-                if self._writer is None:
-                    self._writer = _Writer(self.alias, give_up=self.give_up)
-                self._writer.sleep, self._writer._shift = self.sleep, self._shift
-                return self._writer.append_many(commits)
-        return self.append_many(commits)  # the group has ended meanwhile, and its connection with it
-
-    def _end_group(self) -> None:
-        with self._writing:
-            if self._writer is not None:
-                self._writer.connection.close()
-                self._writer = None
+    def _make_writer(self) -> SqlStore:
+        return _Writer(self.alias, give_up=self.give_up)
 
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
         landed = iter(self._land_at_once([commit for commit in commits if not commit.after_end]))

@@ -114,6 +114,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         self._grouping = threading.Lock()
         self._groupers = 0
         self._group: AppendGroup | None = None
+        self._writing = threading.Lock()  # while the writer's connection is used, made or closed
+        self._writer: SqlStore | None = None
         self._shift = timedelta()
         self._offset: float | None = None
         self._measured_at = 0.0  # by the monotonic clock
@@ -137,6 +139,10 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     @abstractmethod
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
         """Land commits (with their ``also``) that share no execution, each by itself."""
+
+    @abstractmethod
+    def _make_writer(self) -> SqlStore:
+        """A store that appends for a group, over a connection of its own."""
 
     @abstractmethod
     def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
@@ -190,10 +196,20 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
 
     def _land_group(self, commits: Sequence[Commit]) -> list[Exception | None]:
         """Land what a group appends, each by itself; what waits for a lock of others is let fall."""
-        return self.append_many(commits)
+        with self._writing:
+            if self._groupers:
+                if self._writer is None:
+                    self._writer = self._make_writer()
+                self._writer.sleep, self._writer._shift = self.sleep, self._shift
+                return self._writer.append_many(commits)
+        return self.append_many(commits)  # the group has ended meanwhile, and its connection with it
 
     def _end_group(self) -> None:
         """Nothing is appended in a group any more."""
+        with self._writing:
+            if self._writer is not None:
+                self._writer.connection.close()
+                self._writer = None
 
     def append_many(self, commits: Sequence[Commit]) -> list[Exception | None]:
         outcomes: list[Exception | None] = [None] * len(commits)

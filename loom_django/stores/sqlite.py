@@ -507,6 +507,9 @@ class SqliteStore(SqlStore):
             raise
         return result
 
+    def _make_writer(self) -> SqlStore:
+        return _Writer(self.alias, give_up=self.give_up)
+
     def is_connection_lost(self, error: BaseException) -> bool:
         return False  # it is a file
 
@@ -634,6 +637,22 @@ class SqliteStore(SqlStore):
             else:
                 self._patiently(lambda: stack.enter_context(block))
             yield
+
+
+class _Writer(SqliteStore):
+    """Appends for a group, on a connection that is nobody else's.
+
+    SQLite drops the pages that a connection has read when another one has written: over the connections of its threads
+    a group would read them again for each batch.
+    """
+
+    def __init__(self, alias: str, *, give_up: float) -> None:
+        super().__init__(alias, give_up=give_up)
+        self._connection = compat.shared_connection(alias)
+
+    @property
+    def connection(self) -> Any:
+        return self._connection
 
 
 def _look(commit: Commit, to: _Sender) -> _Look:
