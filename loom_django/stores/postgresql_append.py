@@ -43,8 +43,9 @@ class Parts:
     the answer is refused. NO KEY UPDATE and not SHARE: two who share a row would wait for each other when
     each goes on to write it, and a row that nobody goes on to write is that of one execution, of whose
     answers one lands anyhow, so that there is nothing to share. ``fences``: fence rows are written. ``groups``: commits that land together.
-    ``owners``: somebody else is to run an execution then. ``fresh``: some are starts. ``brief``: a row that somebody
-    else holds is waited for no longer than :data:`BRIEF`, and then the statement fails with lock_not_available.
+    ``owners``: somebody else is to run an execution then; ``keeps``: and others stay with whom they are. ``fresh``: some
+    are starts. ``brief``: a row that somebody else holds is waited for no longer than :data:`BRIEF`, and then the
+    statement fails with lock_not_available.
     """
 
     lock: bool = False
@@ -52,6 +53,7 @@ class Parts:
     fences: bool = False
     groups: bool = False
     owners: bool = False
+    keeps: bool = False
     timers: bool = False
     timers_off: bool = False
     messages: bool = False
@@ -60,18 +62,28 @@ class Parts:
 
 
 def parts_of(commits: Sequence[Commit], shift: timedelta) -> Parts:
-    members = [member for commit in commits for member in (commit, *commit.also)]
-    woken = any(member.wake for member in members)
-    fences = woken or any(member.parks for member in members)
+    lock = fresh = fences = groups = owners = keeps = timers = timers_off = messages = False
+    for commit in commits:
+        groups = groups or bool(commit.also)
+        for member in (commit, *commit.also):
+            fences = fences or bool(member.wake) or member.parks
+            lock = lock or fences or _answers(member)
+            fresh = fresh or member.new is not None
+            kept = member.ownership.mode == "keep"
+            owners, keeps = owners or not kept, keeps or kept
+            timers = timers or bool(member.wake or member.timers)
+            timers_off = timers_off or member.timers_off != ()
+            messages = messages or bool(member.messages)
     return Parts(
-        lock=fences or any(_answers(member) for member in members),
-        fresh=any(member.new is not None for member in members),
+        lock=lock,
+        fresh=fresh,
         fences=fences,
-        groups=len(members) > len(commits),
-        owners=any(member.ownership.mode != "keep" for member in members),
-        timers=woken or any(member.timers for member in members),
-        timers_off=any(member.timers_off != () for member in members),
-        messages=any(member.messages for member in members),
+        groups=groups,
+        owners=owners,
+        keeps=owners and keeps,
+        timers=timers,
+        timers_off=timers_off,
+        messages=messages,
         shift=bool(shift),
     )
 
@@ -193,7 +205,7 @@ def _whole(name: str, source: str) -> str:
     return f"""{name} as materialized (
         select * from (
             select {source}.*, count(*) over (partition by g) as met from {source}
-        ) whole where met = size
+        ) whole where met = size order by id
     )"""
 
 
@@ -224,6 +236,7 @@ def _guard_with_fences(parts: Parts) -> list[str]:
             select 1 from d w join locked woken on woken.id = w.other
             where w.k = 'w' and w.id = c.id and woken.token is null
         )
+        order by c.id
     )"""
     return [_IDS, _REACHED, locked, fit, *([_whole("landing", "fit")] if parts.groups else []), _FENCED]
 
@@ -270,7 +283,10 @@ _LOGGED: Final = """logged as (
 
 
 def _told(parts: Parts) -> str:
-    """The projection, by an upsert and not an update: that goes by the key and in order, whatever the plan.
+    """The projection, by an upsert and not an update: that goes by the key, whatever the plan.
+
+    It goes in the order of ``landing``, which is that of the ids: nothing that it is crossed with can turn it.
+    Sorting the rows of the table, which are wide, would cost a twentieth of the statement.
 
     What it would insert must satisfy the constraint of one of four, though in nearly every case it updates.
     """
@@ -282,13 +298,14 @@ def _told(parts: Parts) -> str:
             coalesce(l.owner, ''), l.token, l.now + l.ttl * interval '1 second'
         """
         columns = ["ready_at", "lease_owner", "lease_token", "lease_until"]
-        cases = [
-            f"case l.mode when 'keep' then loom_execution.{column} else excluded.{column} end"
-            for column in columns
-        ]
-        owners = f""",
-            ({", ".join(columns)}) = (select {", ".join(cases)} from landing l where l.id = excluded.id)
-        """
+        moved = ", ".join(f"excluded.{column}" for column in columns)
+        if parts.keeps:
+            cases = (
+                f"case l.mode when 'keep' then loom_execution.{column} else excluded.{column} end"
+                for column in columns
+            )
+            moved = f"select {', '.join(cases)} from landing l where l.id = excluded.id"
+        owners = f", ({', '.join(columns)}) = ({moved})"
     decided = {
         name: f"coalesce(r.{name}::{kind}, {otherwise})" if parts.fresh else otherwise
         for name, (kind, otherwise) in _DECIDED.items()
@@ -301,7 +318,6 @@ def _told(parts: Parts) -> str:
         select l.id, {", ".join(values)}, {own}
         from landing l cross join lateral json_to_record(l.line) as r({", ".join(line)})
         cross join (select count(*) from logged) done
-        order by l.id
         on conflict (id) do update set {_UPDATES}{owners}
         returning id
     )"""

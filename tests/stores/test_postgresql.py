@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 
@@ -169,6 +170,26 @@ class TestOneStatement(Postgres):
             plan = looker.execute(f"explain (generic_plan) {text_of(parts)}".encode()).fetchall()
         scans = [row[0].strip() for row in plan if "Seq Scan" in row[0]]
         assert scans == []
+
+    @pytest.mark.parametrize("joins", ["nestloop", "hashjoin", "mergejoin"])
+    @pytest.mark.parametrize("rest", ["", "fences", "also"])
+    def test_rows_are_written_in_order_of_id(self, joins, rest):
+        """The order of all locks, whatever order the commits came in and however the server joins."""
+        logs = sorted((self.log() for _ in range(20)), key=lambda log: log.id, reverse=True)
+        commits = [log.start() for log in logs]
+        if rest == "also":
+            commits = [replace(commit, also=(self.log().start(),)) for commit in commits]
+        if rest == "fences":
+            commits.append(self.running().park(wakes=0))
+        with transaction.atomic(), connection.cursor() as cursor:
+            for other in {"nestloop", "hashjoin", "mergejoin"} - {joins}:
+                cursor.execute(f"set local enable_{other} = off")
+            cursor.execute("set local plan_cache_mode = force_custom_plan")
+            assert self.store.append_many(commits) == [None] * len(commits)
+            cursor.execute("select id from loom_execution where status = 'PENDING' order by ctid")
+            written = [row[0] for row in cursor.fetchall()]
+        assert written == sorted(written)
+        assert len(written) == len(logs) * (2 if rest == "also" else 1)
 
 
 class TestLockWaits(Postgres):
