@@ -495,17 +495,25 @@ class SqliteStore(SqlStore):
         return self._patiently(whole, patience)
 
     def _between(self, begin: str, work: Callable[[], _T], commit: str, rollback: Sequence[str]) -> _T:
-        self._say(begin)
+        inside, begun = self._in_transaction(), False
         try:
+            self._say(begin)
+            begun = True
             result = work()
             self._say(commit)
         except BaseException:
             compat.mark_if_rolled_back(self.connection)
-            with suppress(Error):
-                for command in rollback:
-                    self._say(command)
+            # A signal may be raised right behind the statement that has begun it.
+            if begun or (self._in_transaction() and not inside):
+                with suppress(Error):
+                    for command in rollback:
+                        self._say(command)
             raise
         return result
+
+    def _in_transaction(self) -> bool:
+        driver = self.connection.connection
+        return driver is not None and driver.in_transaction
 
     def _make_writer(self) -> SqlStore:
         return _Writer(self.alias, give_up=self.give_up)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -204,6 +204,25 @@ class TestPatience(Sqlite):
             self.store.append(commit)
         rival.execute("rollback")
         self.store.append(commit)
+        assert len(self.store.read(log.id)) == 2
+
+    @pytest.mark.parametrize("grouped", [True, False])
+    def test_a_signal_behind_the_lock_gives_it_back(self, monkeypatch, grouped):
+        """A thread that waits for the file is where a signal is met: right behind the statement that got the lock."""
+        log, say = self.running(), SqliteStore._say
+
+        def interrupted(store: SqliteStore, command: str) -> None:
+            say(store, command)
+            if command == "begin immediate":
+                monkeypatch.setattr(SqliteStore, "_say", say)
+                raise KeyboardInterrupt
+
+        with self.store.grouping() if grouped else nullcontext():
+            monkeypatch.setattr(SqliteStore, "_say", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                self.store.append(log.fork().commit())
+            self.rival().execute("begin immediate").execute("rollback")
+            self.store.append(log.commit())
         assert len(self.store.read(log.id)) == 2
 
     def test_in_a_caller_s_transaction_the_lock_is_the_caller_s(self):
