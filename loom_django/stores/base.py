@@ -449,8 +449,8 @@ class EventStore(Protocol):
     def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
         """:meth:`append_many`, inside :meth:`grouping` together with what others append at that time.
 
-        There a commit that meets a row which somebody holds is let fall after a moment, and nobody else waits for
-        it: its outcome is ``RowLocked``, and ``append_many`` waits with it.
+        But in a caller's transaction, a commit that meets a row which somebody holds is let fall after a moment, and
+        nobody else waits for it: its outcome is ``RowLocked``, and ``append_many`` waits with it.
         """
 
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:

@@ -169,8 +169,9 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         return group is not None and group.usable
 
     def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
-        group = self._group_for(commits)
-        return self.append_many(commits) if group is None else group.land_all(commits)
+        with self.grouping():  # also where none is open: it holds many rows, and is not to wait long for one
+            group = self._group_for(commits)
+            return self.append_many(commits) if group is None else group.land_all(commits)
 
     def _group_for(self, commits: Sequence[Commit]) -> AppendGroup | None:
         """What these may go with others in: not a caller's transaction, nor where a note needs one of its own."""

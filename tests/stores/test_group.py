@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -315,11 +315,13 @@ class TestShared(StoreConformance):
         assert self.lengths([locked, *free]) == [3, 3, 2, 2]
 
     @of_postgresql
-    def test_a_locked_one_of_many(self):
-        """A caller with several executions is told which one waits for a row, and sends that one by itself."""
+    @pytest.mark.parametrize("grouped", [True, False])
+    def test_a_locked_one_of_many(self, grouped):
+        """A caller with several executions is told which one waits for a row, and sends that one by itself; so it
+        does not wait for one with the rows of all in its hands, in a group or not."""
         locked, free = self.parked(), [self.running() for _ in range(3)]
         commits = [free[0].commit(), locked.answer(), *(log.commit() for log in free[1:])]
-        with self.store.grouping(), holding(self.lock(locked)) as rival:
+        with self.store.grouping() if grouped else nullcontext(), holding(self.lock(locked)) as rival:
             outcomes = self.store.append_shared(commits)
             assert [type(outcome).__name__ for outcome in outcomes] == [
                 "NoneType", "RowLocked", "NoneType", "NoneType"

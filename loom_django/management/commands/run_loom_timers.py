@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -71,10 +72,11 @@ class Command(BaseCommand):
             loom.dispatcher.stop = loop.stop
         undo = stop_on_signals(loop.request_stop)
         try:
-            if not options["once"]:
-                self._run(loop)
-            elif not loop.run_once():
-                raise CommandError("the timers could not all be served; see the log", returncode=1)
+            with nullcontext() if inline else engine.store.grouping():  # for what is woken in batches
+                if not options["once"]:
+                    self._run(loop)
+                elif not loop.run_once():
+                    raise CommandError("the timers could not all be served; see the log", returncode=1)
         finally:
             undo()
         self.stdout.write(f"{service.fired} timers fired")
