@@ -384,11 +384,12 @@ class Body:
         """
         journal = self.journal
         apart = self.engine.store.shares_commits and not self.flow.is_async and not self.driver.one_thread
-        if apart and journal.may_go_on():
+        # Not beside branches: what their tools have done meanwhile would go with a start that is refused.
+        if apart and len(self.shared.bodies) == 1 and journal.may_go_on():
             journal.send(start)
         else:
-            self.land(also=(start,))
-            journal.tell_started(start)
+            journal.ride_start(start)
+            self.land()
 
     def settle(self) -> None:
         """Wait until all children that were started are there."""

@@ -19,6 +19,7 @@ from loom_django.engine.start import child_start
 from loom_django.errors import (
     ChildFailed,
     ContextMisuseError,
+    ExecutionConflictError,
     InvalidInputError,
     shown,
 )
@@ -72,6 +73,8 @@ def flow_named(body: Body, flow: Flow[..., Any] | str) -> Flow[..., Any]:
 def _land_start(body: Body, flow: Flow[..., Any], given: Mapping[str, Any], child_id: str, note: str) -> None:
     engine, policy = body.engine, flow.options.on_parent_close
     parent = body.journal.fold.chain
+    if child_id in body.journal.fold.children:  # under another name: the append could not tell whose it is
+        body.refuse(ExecutionConflictError(child_id, "parent"))
     start = body.checked(lambda: child_start(engine, flow, given, flow.options, child_id, parent))
     fields = {"note": note, "child": child_id, "flow": flow.id, "on_parent_close": policy}
     event = body.journal.record(Kind.CHILD_STARTED, fields)

@@ -81,6 +81,10 @@ class Journal:
         if wait is not None and wait.wake_at is not None:
             self._timers_off.append(from_micros(wait.wake_at))
 
+    def ride_start(self, start: Commit) -> None:
+        """Have a child's start land with its kept CHILD_STARTED, whoever lands that."""
+        self._also.append(start)
+
     def land(self, **what: Any) -> tuple[Event, ...]:
         """:meth:`landing`, in this thread."""
         return carried_out(self.landing(**what))
@@ -115,6 +119,7 @@ class Journal:
             return ()
         wake = self._woken()
         for attempt in range(PASSES + 1):
+            taken, served, started = tuple(self._messages), tuple(self._timers_off), tuple(self._also)
             commit = Commit(
                 execution_id=self.execution_id,
                 events=tuple(self.kept),
@@ -125,10 +130,10 @@ class Journal:
                 wakes=wakes,
                 wakes_of=self.fold.chain,
                 timers=timers,
-                timers_off=None if timers_off is None else (*timers_off, *self._timers_off),
-                messages=(*messages, *self._messages),
+                timers_off=None if timers_off is None else (*timers_off, *served),
+                messages=(*messages, *taken),
                 wake=wake,
-                also=(*self._also, *also),
+                also=(*started, *also),
                 patience=self.patience,
             )
             store = self.engine.store
@@ -145,12 +150,10 @@ class Journal:
                     raise
         landed = commit.events
         self.landed = landed[-1]
-        del self.kept[: len(landed)]
-        self._messages.clear()
-        self._timers_off.clear()
-        self._also.clear()
-        if wake or self.engine.tells(landed):
-            yield Io(partial(self._tell, landed, wake))
+        del self.kept[: len(landed)], self._messages[: len(taken)]
+        del self._timers_off[: len(served)], self._also[: len(started)]
+        if wake or started or self.engine.tells(landed):
+            yield Io(partial(self._tell, landed, wake, started))
         return landed
 
     def may_go_on(self) -> bool:
@@ -194,17 +197,20 @@ class Journal:
     def take_back_starts(self) -> None:
         """Forget the starts of children that have not landed, and what was recorded since the first of them."""
         self._also.clear()
-        self.rebase(list(takewhile(lambda event: event.kind != Kind.CHILD_STARTED, self.kept)))
+        keep = list(takewhile(lambda event: event.kind != Kind.CHILD_STARTED, self.kept))
+        if len(keep) < len(self.kept):
+            taken = {event.data["number"] for event in keep if event.kind == Kind.MESSAGE_CONSUMED}
+            self._messages = [number for number in self._messages if number in taken]
+            self._timers_off.clear()  # a row too many is looked at in vain
+        self.rebase(keep)
 
     def _tell_landed(self) -> None:
         """Announce in the body's thread what has landed in another one."""
         for commit in self._under_way.landed() if self._under_way is not None else ():
             self.landed = commit.events[-1]
-            self._tell(commit.events, ())
-            for start in commit.also:
-                self.tell_started(start)
+            self._tell(commit.events, (), commit.also)
 
-    def tell_started(self, start: Commit) -> None:
+    def _tell_started(self, start: Commit) -> None:
         """Have a child run whose start has landed, or left alone until its time has come."""
         engine, later = self.engine, start.ownership.at is not None
         engine.store.on_commit(engine.ring if later else partial(engine.started, start.execution_id))
@@ -230,11 +236,15 @@ class Journal:
         closing = [child for child, policy in self.fold.children.items() if policy == "cancel"]
         return (*([parent] if parent else []), *closing)
 
-    def _tell(self, landed: tuple[Event, ...], wake: tuple[str, ...]) -> None:
+    def _tell(
+        self, landed: tuple[Event, ...], wake: tuple[str, ...], started: tuple[Commit, ...] = ()
+    ) -> None:
         fold, on_commit = self.fold, self.engine.store.on_commit
         on_commit(lambda: self.engine.announce(fold.flow_id, fold.version, landed))
         for execution_id in wake:
             on_commit(partial(self.engine.woken, execution_id))
+        for start in started:
+            self._tell_started(start)
 
     def _pass_notes(self, sequence: int) -> bool:
         """Fold what stands where the next event should; False if it is more than notes of others."""

@@ -22,7 +22,7 @@ from loom_django.engine.body import Body, BranchBody, Parked
 from loom_django.engine.drive import CutOff, Driver, Enter, Join, Land, Landing, Outcome, Steps
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.unwind import Unwind, Why
-from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError
+from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError, LoomError
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Encoded, Kind
 from loom_django.kernel.state import Decision, Wait
@@ -146,7 +146,7 @@ class _Branch:
     def _land(self, body: BranchBody) -> Landing[None]:
         """The last outcome of a branch does not wait for a boundary of its siblings."""
         if body.journal.kept and not body.may_defer() and body.parent.sealed is None:
-            with contextlib.suppress(Unwind):  # the body is sealed then, and the scope says so
+            with contextlib.suppress(Unwind, LoomError):  # the body is sealed then, and the scope says so
                 yield from body.landing()
 
     def outcome(self) -> BranchOutcome:

@@ -242,8 +242,10 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
         )
     if any(isinstance(left, Unwind) and left.why is Why.CRASHED for left in (body.sealed, raised)):
         return Ended.LOST
-    with suppress(Unwind, LoomError):  # the body is sealed, or misused, then
-        body.settle()
+    body.journal.settle()
+    if not body.journal.is_settled and (body.sealed is None or body.sealed.why not in (Why.LOST, Why.STORE)):
+        with suppress(Unwind, LoomError):  # the body is sealed, or misused, then
+            yield from body.landing()
     if body.misuse is not None:
         return (yield from _finish(body, _fail(body, body.misuse)))
     unwind = body.sealed or (raised if isinstance(raised, Unwind) else None)

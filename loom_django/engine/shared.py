@@ -118,7 +118,10 @@ class _Writer:
         self._is_busy = bool(self._waiting)
         if self._is_busy:
             batch, self._waiting = self._waiting, []
-            self._thread.put(partial(self._append, batch))
+            try:
+                self._thread.put(partial(self._append, batch))
+            except RuntimeError as error:  # no thread is to be had: nobody is left waiting for one
+                self._landed(batch, [error] * len(batch))
 
     def _append(self, batch: Sequence[tuple[Commit, Asked]]) -> None:
         outcomes: Sequence[BaseException | None]

@@ -485,6 +485,7 @@ def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
     store = body.engine.store
     if body.journal.kept or not body.journal.is_settled:
         body.land()  # facts of other branches must not be rolled back with this one's
+    body.journal.settle()  # nor what is to be told of them
     with store.transaction():
         value = call()
         text = body.encode(value, f"result of {step_id}")

@@ -76,7 +76,13 @@ class Threads:
             name = f"{self._name}-{self._made}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
             self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:
+                self._threads.discard(thread)
+                if not self._threads:
+                    self._pending -= 1
+                    raise
 
     def _serve(self) -> None:
         try:

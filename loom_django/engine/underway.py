@@ -55,8 +55,9 @@ class UnderWay:
             self._condition.wait_for(lambda: len(self._waiting) < MOST or not self._is_busy)
             self._waiting.append(commit)
             if not self._is_busy and not self._refused:
-                threading.Thread(target=self._serve, name="loom-starts", daemon=True).start()
-                self._is_busy = True
+                with suppress(RuntimeError):  # no thread is to be had: the body lands it itself
+                    threading.Thread(target=self._serve, name="loom-starts", daemon=True).start()
+                    self._is_busy = True
 
     def landed(self) -> list[Commit]:
         """What has landed since this was asked."""

@@ -340,6 +340,23 @@ def test_threads_that_are_all_held_are_told_of(
     assert len(told()) == 1
 
 
+def test_a_thread_that_could_not_begin_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would ever be done again where there is one of them."""
+    begin, done = threading.Thread.start, threading.Event()
+
+    def none(self: threading.Thread) -> None:
+        monkeypatch.setattr(threading.Thread, "start", begin)
+        raise RuntimeError("can't start new thread")
+
+    threads = Threads("loom-test", 1)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with pytest.raises(RuntimeError, match="new thread"):
+        threads.put(lambda: None)
+    threads.put(done.set)
+    assert done.wait(PATIENCE)
+    threads.end()
+
+
 def test_work_that_raises_leaves_what_is_behind_it_to_its_thread(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, and the next one's turn comes."""
     threads = Threads("loom-test", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from loom_django import FlowContext, StepContext, flow, tool
+from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
 from loom_django.engine import children, outside, steps, underway
 from loom_django.engine.core import random_token
 from loom_django.engine.run import Ended, run_execution
@@ -349,3 +350,172 @@ def test_an_owner_that_was_fenced_out(world: World, gate: Gate, child: Any) -> N
     assert run(world, "p") is Ended.LOST
     assert world.kinds("p") == ["EXECUTION_STARTED", "CHILD_STARTED"]
     assert world.engine.store.status("p/u.child#2") is None
+
+
+def test_a_refused_start_takes_no_sibling_s_outcome_along(world: World, gate: Gate, child: Any) -> None:
+    """Beside branches each start is waited for: what a sibling's tool has done meanwhile is recorded."""
+    begun, tried = threading.Event(), threading.Event()
+
+    @tool(idempotent=False)
+    def pay(ctx: StepContext) -> str:
+        begun.set()
+        assert tried.wait(60)
+        return "paid"
+
+    def starts(branch: FlowContext) -> None:
+        assert begun.wait(60)
+        gate.open.set()
+        branch.start_child(child, 1)
+        try:
+            branch.start_child(child.using(execution_id="taken"), 2)
+        finally:
+            tried.set()
+
+    @flow("u.siblings", steps=[pay])
+    def parent(ctx: FlowContext) -> None:
+        ctx.parallel({"starts": starts, "pays": pay.bind()})
+
+    child.using(execution_id="taken").start(7)
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.FINISHED
+    kinds = Counter(world.kinds("p"))
+    assert (kinds["CHILD_STARTED"], kinds["STEP_COMPLETED"], kinds["EXECUTION_FAILED"]) == (1, 1, 1)
+
+
+def test_a_refused_start_leaves_a_message_that_came_after_it(world: World, gate: Gate, child: Any) -> None:
+    """What was recorded since the first start of those that are taken back is gone, and the message there as before."""
+
+    @tool
+    def step(ctx: StepContext) -> None: ...
+
+    @flow("u.message", steps=[step], on_error="park")
+    def parent(ctx: FlowContext) -> None:
+        ctx.start_child(child, 1)
+        ctx.start_child(child.using(execution_id="taken"), 2)
+        gate.open.set()
+        ctx.receive("news")
+        ctx.run(step)
+
+    child.using(execution_id="taken").start(7)
+    parent.using(execution_id="p").start()
+    world.loom.send("p", "news", "heard")
+    assert run(world, "p") is Ended.PARKED
+    assert "MESSAGE_CONSUMED" not in world.kinds("p")
+    assert len(world.engine.store.inbox("p", "news")) == 1
+
+
+def test_one_child_s_id_for_two_of_them(world: World, gate: Gate, child: Any) -> None:
+    """Refused before it is sent: an append could not tell whose id it is."""
+
+    @flow("u.twins")
+    def parent(ctx: FlowContext) -> None:
+        start_all(ctx, child, gate)
+        try:
+            ctx.start_child(child.using(execution_id=f"p/u.child#{CHILDREN}"), 2)
+        finally:
+            gate.open.set()
+
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.FINISHED
+    assert world.state("p").status is Status.FAILED
+    with pytest.raises(ExecutionFailedError, match="ExecutionConflictError"):
+        world.loom.handle("p").result()
+
+
+def test_children_whose_starts_are_sent_again_are_told_of(world: World, gate: Gate, child: Any) -> None:
+    """By whoever lands them: here the body, behind somebody's note."""
+    told: list[str] = []
+    world.engine.started = told.append
+
+    def note(commit: Commit) -> None:
+        gate.then = lambda commit: None
+        outside.note(world.engine, "p", Kind.EXECUTION_DENIED, {"act": "cancel", "principal": "x"})
+
+    @flow("u.told")
+    def parent(ctx: FlowContext) -> int:
+        started = start_all(ctx, child, gate)
+        gate.open.set()
+        return sum(ctx.await_children(started))
+
+    gate.then = note
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.PARKED
+    assert len(told) == len(set(told)) == CHILDREN
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_child_s_fact_never_lands_without_the_child(
+    world: World, child: Any, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """Where the append of a start fails, a sibling branch may land what is kept: then the child with it."""
+    world.loom.dispatcher = WorkerDispatcher()
+    begun, tried = threading.Event(), threading.Event()
+    store = world.engine.store
+    append = store.append
+
+    def full(commit: Commit) -> None:
+        if commit.also:
+            monkeypatch.setattr(store, "append", append)
+            raise RuntimeError("the disk is full")
+        append(commit)
+
+    @tool(idempotent=False)
+    def pay(ctx: StepContext) -> str:
+        begun.set()
+        assert tried.wait(60)
+        return "paid"
+
+    def starts(branch: FlowContext) -> None:
+        assert begun.wait(60)
+        try:
+            branch.start_child(child, 1)
+        finally:
+            tried.set()
+
+    async def async_starts(branch: AsyncFlowContext) -> None:
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        try:
+            await branch.start_child(child, 1)
+        finally:
+            tried.set()
+
+    @flow("u.full", steps=[pay])
+    def parent(ctx: FlowContext) -> None:
+        ctx.parallel({"starts": starts, "pays": pay.bind()})
+
+    @flow("u.afull", steps=[pay])
+    async def async_parent(ctx: AsyncFlowContext) -> None:
+        await ctx.parallel({"starts": async_starts, "pays": pay.bind()})
+
+    (async_parent if is_async else parent).using(execution_id="p").start()
+    monkeypatch.setattr(store, "append", full)
+    assert run(world, "p") is Ended.LOST
+    assert tried.is_set()
+    started = [event.data["child"] for event in world.loom.history("p") if event.kind == "CHILD_STARTED"]
+    assert [store.status(child_id) is not None for child_id in started] == [True] * len(started)
+
+
+def test_without_a_thread_the_body_lands_them_itself(
+    world: World, gate: Gate, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That none is to be had is no outcome for the flow."""
+
+    class NoThread(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    class NoThreads:
+        Condition = threading.Condition
+        Thread = NoThread
+
+    monkeypatch.setattr(underway, "threading", NoThreads)
+
+    @flow("u.nothread")
+    def parent(ctx: FlowContext) -> int:
+        gate.open.set()
+        return len([ctx.start_child(child, number) for number in range(3)])
+
+    parent.using(execution_id="p").start()
+    assert run(world, "p") is Ended.FINISHED
+    assert world.loom.handle("p").result() == 3
