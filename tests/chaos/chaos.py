@@ -68,7 +68,7 @@ class Chaos:
         return self._account(doubts)
 
     def _worker(self) -> subprocess.Popen[bytes]:
-        return self.site.start_worker("--concurrency", "8", "--grace", "5")
+        return self.site.start_worker("--concurrency", "8", "--async-concurrency", "8", "--grace", "5")
 
     def _storm(self) -> None:
         began = time.monotonic()
