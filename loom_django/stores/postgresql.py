@@ -54,6 +54,9 @@ MOST_COMMITS: Final = 256
 _LOST: Final = ("08", "57P", "25P03")
 # Errors after which nothing has landed and the same may be sent again.
 _TRANSIENT: Final = ("40001", "40P01")  # serialization_failure, deadlock_detected
+# What a commit meets that waited for a rival: unique_violation, or division_by_zero, by which the statement says that the
+# execution was deleted meanwhile.
+_OVERTAKEN: Final = ("23505", "22012")
 
 _NOW: Final = "clock_timestamp() + cast(%(shift)s as float8) * interval '1 microsecond'"
 WORDS: Final = {
@@ -481,7 +484,7 @@ class PostgresStore(SqlStore):
 
     def _judge(self, commit: Commit, error: Exception) -> Exception | None:
         match sqlstate(error):
-            case "23505":  # unique_violation: a rival was first, or this very commit had landed
+            case code if code in _OVERTAKEN:
                 return self._settle(commit)
             case "55P03":  # lock_not_available
                 refused: Exception = RowLocked(commit.execution_id, commit.first_sequence)
@@ -511,7 +514,7 @@ class PostgresStore(SqlStore):
             except StoreUnavailableError as error:
                 return error
             except Error as error:
-                if sqlstate(error) != "23505":
+                if sqlstate(error) not in _OVERTAKEN:
                     return self._judge(commit, error)
         return SequenceOccupied(commit.execution_id, commit.first_sequence)
 

@@ -145,7 +145,7 @@ def text_of(parts: Parts) -> str:
         done = "dropped"
     if parts.messages:
         steps.append(_TAKEN.format(done=done))
-    return " ".join(f"with {', '.join(steps)} select id from landing".split())
+    return " ".join(f"with {', '.join(steps)} select id from landing where {_NONE_GONE}".split())
 
 
 def _record(parts: Parts) -> str:
@@ -319,8 +319,17 @@ def _told(parts: Parts) -> str:
         from landing l cross join lateral json_to_record(l.line) as r({", ".join(line)})
         cross join (select count(*) from logged) done
         on conflict (id) do update set {_UPDATES}{owners}
-        returning id
+        returning id, xmax = 0 as made
     )"""
+
+
+# A row that this statement's snapshot has and the upsert has made anew was deleted meanwhile, by whom a lock was waited
+# for: what the guard has seen of the log is gone. Nothing lands then, of any commit; each is looked at afresh.
+_NONE_GONE: Final = """(
+    select 1 / case when bool_or(
+        made and (select true from loom_execution x where x.id = told.id limit 1)
+    ) then 0 else 1 end from told
+) = 1"""
 
 
 def _owed(parts: Parts) -> str:

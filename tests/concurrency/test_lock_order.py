@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -59,8 +59,8 @@ def book(ctx: StepContext) -> None:
 class Crowd:
     """What one thread does: one thing after the other, to executions drawn at random."""
 
-    def __init__(self, loom: Loom, flow: Any, ids: list[str], ended: deque[str], seed: int) -> None:
-        self.loom, self.store, self.flow, self.ids, self.ended = loom, loom.store, flow, ids, ended
+    def __init__(self, loom: Loom, flow: Any, ids: list[str], seed: int) -> None:
+        self.loom, self.store, self.flow, self.ids = loom, loom.store, flow, ids
         self.random = random.Random(seed)
         self.done: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -162,14 +162,7 @@ class Crowd:
         self.store.append_if_unchanged(log.commit(Kind.OUTCOME_RECORDED), fence=fence)
 
     def delete_execution(self) -> None:
-        """One that has ended, once nobody writes to it any more: a deletion does not wait for an append that is in
-        flight since before the end. Another takes its place at once."""
-        place = self.random.randrange(EXECUTIONS)
-        if self.store.status(self.ids[place]) in TERMINAL_STATUSES:
-            self.ended.append(self.ids[place])
-            self.ids[place] = f"x-{place:02}-{random_token()}"
-        if len(self.ended) > 2 * THREADS:
-            self.store.delete_execution(self.ended.popleft())
+        self.store.delete_execution(self.draw())
 
     def send(self) -> None:
         self.loom.send(self.draw(), "m", 1)
@@ -230,8 +223,7 @@ def test_whatever_is_done_at_once_makes_no_deadlock(hunted: tuple[Loom, Any]) ->
     ids = [f"x-{number:02}" for number in range(EXECUTIONS)]
     before = deadlocks()
     with database_default("deadlock_timeout", "100ms"):
-        ended: deque[str] = deque()
-        crowds = [Crowd(loom, body, ids, ended, seed) for seed in range(THREADS)]
+        crowds = [Crowd(loom, body, ids, seed) for seed in range(THREADS)]
         threads = [InThread(partial(crowd.run, OPERATIONS)) for crowd in crowds]
         for thread in threads:
             thread.join(600)

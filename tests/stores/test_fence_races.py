@@ -531,6 +531,31 @@ class TestUnchangedAndDeleted(Races):
         assert self.rows(log) == self.GONE
         assert self.fenced_row(log) == fenced
 
+    @pytest.mark.parametrize("form", ["single", "batch"])
+    @pytest.mark.parametrize("what", ["step", "park", "end"])
+    def test_an_append_from_before_the_end_that_waited_for_a_deletion_is_refused(
+        self, fenced: bool, what: str, form: str
+    ) -> None:
+        """What it saw of the log is gone: it would be the middle of one, with a row for it."""
+        log, token = self.running(), None
+        if fenced:
+            token = self.store.acquire_fence(log.id)
+        late = log.fork()
+        commit = {"step": late.commit, "park": late.park, "end": late.end}[what](fence=token)
+        append = self.appended(form, commit)
+
+        def ends_and_goes() -> None:
+            self.store.append(log.end(fence=token))
+            assert self.store.delete_execution(log.id)
+
+        with InBlock(ends_and_goes) as holder:
+            appending = InThread(append)
+            wait_until_blocked(by=holder.pid)
+        with pytest.raises((SequenceOccupied, StaleFenceError)):
+            appending.join()
+        assert self.rows(log) == self.GONE
+        assert self.store.fence(log.id) == (token or 0)
+
     @pytest.mark.parametrize("unchanged", [False, True])
     def test_a_note_is_of_one_life_of_an_id(self, fenced: bool, unchanged: bool) -> None:
         """Deleted, begun anew and as long as it was: what was judged is not what is there now."""
