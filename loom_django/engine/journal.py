@@ -49,7 +49,7 @@ class Journal:
         # What belongs to a kept fact and must land with it: messages taken, timer rows that have served.
         self._messages: list[int] = []
         self._timers_off: list[datetime] = []
-        # Starts of children that are under way, and those of them that were refused and are kept again.
+        # Starts of children that are under way, and those that land with their kept facts.
         self._under_way: UnderWay | None = None
         self._also: list[Commit] = []
 

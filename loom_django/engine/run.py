@@ -154,9 +154,8 @@ def _entered(
             "its steps must be durable one by one",
             "Start it inside the block: it runs after the commit.",
         )
-    if journal is None:
-        loaded = yield Io(partial(snapshots.load, engine, execution_id))
-        journal = open_journal(engine, loaded, fence=fence)
+    if journal is None:  # folded where it is read: of a long log that takes long
+        journal = yield Io(lambda: open_journal(engine, snapshots.load(engine, execution_id), fence=fence))
     flow = yield from _flow_of(engine, journal, token)
     if flow is None:
         return None

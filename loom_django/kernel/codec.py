@@ -66,20 +66,6 @@ _SORTED_JSON = json.JSONEncoder(
     ensure_ascii=True, allow_nan=False, check_circular=False, separators=(",", ":"), sort_keys=True
 )
 
-
-def _kept_encoder() -> Callable[[Tree], str]:
-    """What ``_JSON.encode`` does. That makes its encoder anew at each call, which is half of what it costs."""
-    make: Any = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:  # a Python without it
-        return _JSON.encode
-    chunks = make(
-        None, _JSON.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, False
-    )
-    return lambda tree: "".join(chunks(tree, 0))
-
-
-_json_text = _kept_encoder()
-
 T = TypeVar("T")
 
 
@@ -107,7 +93,7 @@ def dumps(value: Any, *, path: str = "value", limit: int | None = None) -> str:
 def text_of(tree: Tree, *, path: str = "value", limit: int | None = None) -> str:
     """The text of a stored form, at most `limit` bytes long; what reads it gets that form again."""
     try:
-        text = _json_text(tree)
+        text = _JSON.encode(tree)
     except RecursionError:
         raise _too_deep(tree, path) from None
     if limit is not None and len(text) > limit:

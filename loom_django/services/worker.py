@@ -116,9 +116,8 @@ class WorkerService:
         self.again_at: float | None = None
         self._asked_at = 0
         self._turns = 0
-        self._served: dict[
-            tuple[str, ...] | None, bool
-        ] = {}  # by a lane's queues: the kind that was claimed last
+        # By a lane's queues: the kind that was claimed last.
+        self._served: dict[tuple[str, ...] | None, bool] = {}
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
         self._held: dict[Claimed, _Counted] = {}
         self._condition = threading.Condition()

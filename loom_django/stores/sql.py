@@ -467,10 +467,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         """A transaction of the store's own, or behind a savepoint in a caller's, whose statements see what is
         committed by then; without a ``call`` to be refused, a caller's may read from one snapshot."""
         joined = compat.open_transaction(self.connection)
-        if joined and call is not None:
-            self._see_each_commit(
-                call, joined=True
-            )  # before a block of the store's own looks like a caller's
+        if joined and call is not None:  # before a block of the store's own looks like a caller's
+            self._see_each_commit(call, joined=True)
         with self.transaction():
             if not joined:
                 self._see_each_commit("", joined=False)
