@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import signal
 import threading
 import time
@@ -207,6 +208,15 @@ def stop_on_signals(request_stop: Callable[[], None]) -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
+    # A handler runs between two steps of the main thread, which may hold the very lock that an event is set under: it
+    # only says so, which needs none, and another thread sets the events.
+    asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def serve() -> None:
+        while asked.get():
+            request_stop()
+
+    threading.Thread(target=serve, name="loom-stop", daemon=True).start()
     seen = False
 
     def handle(number: int, frame: Any) -> None:
@@ -214,12 +224,13 @@ def stop_on_signals(request_stop: Callable[[], None]) -> Callable[[], None]:
         if seen:
             os._exit(128 + number)
         seen = True
-        request_stop()
+        asked.put(True)
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def undo() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
+        asked.put(False)
 
     return undo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -97,6 +98,25 @@ def test_signals_are_left_alone_outside_the_main_thread() -> None:
     thread.start()
     thread.join(20)
     assert outcome == [None]
+
+
+def test_a_signal_stops_a_loop_whose_thread_holds_the_lock_of_what_it_waits_for() -> None:
+    """It is handled between any two steps of the main thread, and these may be within a wait or a wake."""
+    loop = Loop([Scripted("s")], interval=lambda: 3600, after_turn=lambda: None, draw=lambda: 0.5)
+    lock: Any = loop.wake._cond  # type: ignore[attr-defined]
+    # A handler that waits for the lock would wait for ever; the alarm ends that with a failure.
+    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail("the handler waits for a lock"))
+    undo = stop_on_signals(loop.request_stop)
+    try:
+        signal.alarm(20)
+        with lock:
+            signal.raise_signal(signal.SIGTERM)
+        loop.run()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        undo()
+    assert loop.stop.is_set()
 
 
 def test_a_ready_file_that_cannot_be_written_ends_nothing(
