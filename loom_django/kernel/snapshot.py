@@ -10,9 +10,10 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from decimal import Decimal
+from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any, Final
 
@@ -62,26 +63,76 @@ _PLAIN: Final = (
     "finished_at", "at", "migrated_sequence", "unknown_kinds", "status",
 )  # fmt: skip
 _STATUSES: Final = {str(status): status for status in FrameStatus}
-_STATUS: Final = Frame._fields.index("status")
-_LATE: Final = Frame._fields.index("late")
+_STATUS, _ARGS, _LATE = map(Frame._fields.index, ("status", "args", "late"))
+
+
+class KeptFrame(Frame):
+    """A frame as a snapshot keeps it: its arguments are text until somebody looks.
+
+    A body that is run again over thousands of steps asks for each outcome, and for no arguments. To whatever
+    iterates over it, compares or changes it, it is a :class:`Frame`.
+    """
+
+    __slots__ = ()
+    _make = Frame._make  # type: ignore[assignment]  # so that _replace makes one
+
+    @property
+    def args(self) -> Any:
+        text: Any = self[_ARGS]
+        return None if text is None else parse(text)
+
+    def __iter__(self) -> Iterator[Any]:
+        row = list(self[:])
+        row[_ARGS] = self.args
+        return iter(row)
+
+    def __eq__(self, other: object) -> bool:
+        return self._make(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        return repr(self._make(self))
+
+    def __reduce__(self) -> Any:
+        return Frame, tuple(self)
+
+
+_kept: Final = partial(tuple.__new__, KeptFrame)
 
 
 def write(of: Fold) -> str:
-    """The state of a fold as JSON."""
+    """The state of a fold as JSON.
+
+    The frames stand in columns, one for each of their fields: so a reader makes few objects of many frames.
+    """
     document = {name: getattr(of, name) for name in _PLAIN}
-    document["frames"] = [list(frame) for frame in of.frames.values()]
+    document["frames"] = list(zip(*map(_frame_row, of.frames.values()), strict=True))
     document["waits"] = [_row(wait) for wait in of.waits.values()]
     document["decisions"] = {name: _row(decision) for name, decision in of.decisions.items()}
     document["meters"] = {name: str(amount) for name, amount in of.meters.items()}
     document["spent"] = [[*spender, str(amount)] for spender, amount in of.spent.items()]
     document["messages"] = list(of.messages)
     document["noted"] = list(of.noted)
+    return _text(document)
+
+
+def _text(tree: Any) -> str:
     if orjson is not None:
         try:
-            return orjson.dumps(document).decode()
+            return orjson.dumps(tree).decode()
         except TypeError:
             pass  # what it refuses, such as a surrogate, the standard library may take
-    return json.dumps(document, separators=(",", ":"))
+    return json.dumps(tree, separators=(",", ":"))
+
+
+def _frame_row(frame: Frame) -> Sequence[Any]:
+    row = list(frame[:])
+    if type(frame) is not KeptFrame and frame.args is not None:
+        row[_ARGS] = _text(frame.args)
+    row[_LATE] = row[_LATE] or None
+    return row
 
 
 def _row(value: Wait | Decision) -> list[Any]:
@@ -103,7 +154,7 @@ def read(text: str) -> ExecutionState:
         plain[name] = MappingProxyType(plain[name])
     return ExecutionState(
         **plain,
-        frames=MappingProxyType({row[0]: _frame(row) for row in document["frames"]}),
+        frames=MappingProxyType(_frames(document["frames"])),
         waits=MappingProxyType({row[0]: _wait(*row) for row in document["waits"]}),
         decisions=MappingProxyType({name: _decision(*row) for name, row in document["decisions"].items()}),
         meters=MappingProxyType({name: Decimal(amount) for name, amount in document["meters"].items()}),
@@ -115,10 +166,15 @@ def read(text: str) -> ExecutionState:
     )
 
 
-def _frame(row: list[Any]) -> Frame:
-    row[_STATUS] = _STATUSES[row[_STATUS]]
-    row[_LATE] = tuple(row[_LATE])
-    return Frame._make(row)
+def _frames(columns: list[Any]) -> dict[str, Frame]:
+    if not columns:
+        return {}
+    if len(columns) != len(Frame._fields):
+        raise ValueError(f"frames have {len(Frame._fields)} fields, not {len(columns)}")
+    step_ids = columns[0]
+    columns[_STATUS] = map(_STATUSES.__getitem__, columns[_STATUS])
+    columns[_LATE] = (tuple(late or ()) for late in columns[_LATE])
+    return dict(zip(step_ids, map(_kept, zip(*columns, strict=True)), strict=True))
 
 
 _WAIT: Final = tuple(field.name for field in fields(Wait))

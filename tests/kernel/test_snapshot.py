@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import types
 from dataclasses import replace
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 from loom_django.kernel import snapshot
 from loom_django.kernel.events import parse
 from loom_django.kernel.fold import Fold, fold
-from loom_django.kernel.snapshot import FORMAT, MODULES, format_of, read, seal, write
-from loom_django.kernel.state import ExecutionState
+from loom_django.kernel.snapshot import FORMAT, MODULES, KeptFrame, format_of, read, seal, write
+from loom_django.kernel.state import ExecutionState, Frame
 from tests.kernel.test_fold import FACTS, STARTED, STEP, log
 
 pytestmark = pytest.mark.once
@@ -114,3 +115,16 @@ def test_what_is_no_snapshot_is_refused(text: str) -> None:
     with pytest.raises((ValueError, TypeError, LookupError)):
         read(text)
     assert parse(write(Fold()))["frames"] == []
+
+
+def test_a_frame_out_of_a_snapshot_is_as_any_other() -> None:
+    """Its arguments are read when somebody looks: nobody else can tell."""
+    state = fold(log(STARTED, ("STEP_STARTED", {"step": "s", "tool": "s", "args": {"args": [1]}})))
+    (frame,), (kept,) = state.frames.values(), read(write(Fold(state))).frames.values()
+    assert type(kept) is KeptFrame
+    assert kept.args == {"args": [1]}
+    assert (kept != frame) is False
+    assert kept != frame._replace(args=None)
+    for copied in (kept._replace(), copy.copy(kept)):
+        assert (type(copied), copied) == (Frame, frame)
+    assert read(write(Fold(read(write(Fold(state)))))) == state
