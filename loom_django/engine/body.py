@@ -129,6 +129,9 @@ class Shared:
     refused_new: int = 0  # how often the flow has asked for more than the log takes
 
 
+# What the log answers, where it holds nothing.
+UNANSWERED: Final = steps.UNANSWERED
+
 # What a decision's record names of the steps that its decider ran.
 MAX_INNER_STEPS: Final = 4096
 MAX_INNER_BYTES: Final = 65_536
@@ -484,12 +487,23 @@ class Body:
     def undeclared(self, step_id: str, instead: str = "") -> NoReturn:
         self.refuse(UndeclaredStepError(step_id, self.flow.id, list(self.flow.steps), instead))
 
-    # What a flow asks for. Each is a generator of commands.
+    # What a flow asks for. Each is a generator of commands; what the log holds is told without one.
 
     def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run"))
+        step_id, answer = self.ask_to_run(tool)
+        if answer is not UNANSWERED:
+            return answer
+        return (yield from self.perform(step_id, tool, args, kwargs))
+
+    def ask_to_run(self, tool: Tool[..., Any]) -> tuple[str, Any]:
+        """The id of the step that ``ctx.run(tool, …)`` asks for, and :meth:`answer`."""
         step_id = steps.id_for(self, tool)
-        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+        return step_id, self.answer(step_id, tool)
+
+    def answer(self, step_id: str, tool: Tool[..., Any]) -> Any:
+        """The outcome that the log holds of a step; UNANSWERED if it holds none. A failure is raised."""
+        return steps.answer(self, step_id, tool)
 
     def perform(
         self,
@@ -509,9 +523,16 @@ class Body:
 
     def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
         yield Enter(partial(self.enter, "run_step"))
+        tool, answer = self.ask_to_run_step(step_id)
+        if answer is not UNANSWERED:
+            return answer
+        return (yield from self.perform(step_id, tool, args, kwargs))
+
+    def ask_to_run_step(self, step_id: str) -> tuple[Tool[..., Any], Any]:
+        """The tool of the step that ``ctx.run_step(step_id, …)`` asks for, and :meth:`answer`."""
         tool = steps.tool_of(self, step_id)
         self.ask(step_id, "by its id")
-        return (yield from steps.perform(self, step_id, tool, args, kwargs))
+        return tool, self.answer(step_id, tool)
 
     def suspend(self, on: str, correlation_key: str | None, timeout: Duration | None) -> Steps[Any]:
         yield Enter(partial(self.enter, "suspend"))
@@ -617,6 +638,13 @@ class Body:
 
     def decide(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
         yield Enter(partial(self.enter, "decide"))
+        answer = self.ask_to_decide(decision_id, decider)
+        if answer is not UNANSWERED:
+            return answer
+        return (yield from self.make_decision(decision_id, decider, context))
+
+    def ask_to_decide(self, decision_id: str, decider: Callable[..., Any]) -> Any:
+        """The decision that the log holds; UNANSWERED if it holds none."""
         self.checked(lambda: keys.check_id(decision_id, "decision id"))
         if is_reserved(decision_id):
             self.refuse(InvalidInputError(f"{decision_id!r} is a reserved name: take another decision id"))
@@ -627,6 +655,10 @@ class Body:
             self.served(known.at)
             self._served_decision(known)
             return self.decode(known.value)
+        return UNANSWERED
+
+    def make_decision(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
+        """Have a decision made that the log does not hold, and record it."""
         self.begin_new()
         if not self.journal.is_settled:
             yield Io(self.settle)

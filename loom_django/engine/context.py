@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapp
 from copy import deepcopy
 from datetime import datetime
 from decimal import Decimal
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar, overload
 from uuid import UUID
 
 from loom_django.definitions import AwaitMode, Child, Flow, Outcome, Step, Tool
 from loom_django.engine.agents import agent_loop
-from loom_django.engine.body import Body, metered
+from loom_django.engine.body import UNANSWERED, Body, metered
 from loom_django.engine.children import await_child, await_children, start_child
 from loom_django.engine.continuing import continue_as_new
 from loom_django.engine.core import from_micros
@@ -208,12 +208,18 @@ class FlowContext(_Context):
             StepFailed: the step failed, now or when it was recorded.
             UndeclaredStepError, DuplicateStepError, UnencodableValueError: misuse; ends the body.
         """
-        result: R = self._do(self._body.run(tool, args, kwargs))
+        body = self._body
+        body.enter("run")
+        step_id, answer = body.driver.exclusively(partial(body.ask_to_run, tool))
+        result: R = self._do(body.perform(step_id, tool, args, kwargs)) if answer is UNANSWERED else answer
         return result
 
     def run_step(self, step_id: str, /, *args: Any, **kwargs: Any) -> Any:
         """:meth:`run` by the step's id; untyped."""
-        return self._do(self._body.run_step(step_id, args, kwargs))
+        body = self._body
+        body.enter("run_step")
+        tool, answer = body.driver.exclusively(partial(body.ask_to_run_step, step_id))
+        return self._do(body.perform(step_id, tool, args, kwargs)) if answer is UNANSWERED else answer
 
     def suspend(
         self, on: str, /, *, correlation_key: str | None = None, timeout: Duration | None = None
@@ -341,7 +347,12 @@ class FlowContext(_Context):
         A decider that takes an argument is given this context, and may run steps; the decision and the steps
         are one record, and the decider is not run again.
         """
-        result: R = self._do(self._body.decide(decision_id, decider, self))
+        body = self._body
+        body.enter("decide")
+        answer = body.driver.exclusively(partial(body.ask_to_decide, decision_id, decider))
+        if answer is UNANSWERED:
+            answer = self._do(body.make_decision(decision_id, decider, self))
+        result: R = answer
         return result
 
     def agent_loop(

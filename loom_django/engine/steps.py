@@ -111,11 +111,10 @@ def perform(
     within: InLoop | None = None,
 ) -> Steps[Any]:
     """Serve the step from the log, or run it until it has an outcome."""
-    body.asked_for(step_id)
-    body.shared.tools[step_id] = tool
+    recorded = answer(body, step_id, tool)
+    if recorded is not UNANSWERED:
+        return recorded
     frame = body.journal.fold.frames.get(step_id)
-    if frame is not None and frame.settled:
-        return serve(body, frame)
     given = encode_arguments(body, step_id, tool, args, kwargs, within)
     if frame is None:
         body.begin_new()
@@ -135,6 +134,17 @@ def perform(
 
 
 _AGAIN: Final = object()
+
+
+def answer(body: Body, step_id: str, tool: Tool[..., Any]) -> Any:
+    """Serve the step from the log; UNANSWERED if that holds no outcome of it."""
+    body.asked_for(step_id)
+    body.shared.tools[step_id] = tool
+    frame = body.journal.fold.frames.get(step_id)
+    return serve(body, frame) if frame is not None and frame.settled else UNANSWERED
+
+
+UNANSWERED: Final = object()
 
 
 def serve(body: Body, frame: Frame) -> Any:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, NoReturn
 
 from loom_django.definitions import Flow, Tool
 from loom_django.engine import steps
-from loom_django.engine.body import Body, BranchBody, Deciding, Parked, takes_arguments
+from loom_django.engine.body import UNANSWERED, Body, BranchBody, Deciding, Parked, takes_arguments
 from loom_django.engine.code import flow_for
 from loom_django.engine.compensation import compensated
 from loom_django.engine.context import AsyncFlowContext, FlowContext
 from loom_django.engine.core import Engine
-from loom_django.engine.drive import Driver, Enter, Landing, Steps, inside_body
+from loom_django.engine.drive import Driver, Landing, Steps, inside_body
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.journal import Journal
@@ -136,15 +135,8 @@ class _FromLog(Body):
 
     # What a body asks for.
 
-    def run(self, tool: Tool[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        yield Enter(partial(self.enter, "run"))
-        return (yield from self.perform(steps.id_for(self, tool), tool, args, kwargs))
-
-    def run_step(self, step_id: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Steps[Any]:
-        yield Enter(partial(self.enter, "run_step"))
-        tool = steps.tool_of(self, step_id)
-        self.ask(step_id, "by its id")
-        return (yield from self.perform(step_id, tool, args, kwargs))
+    def answer(self, step_id: str, tool: Tool[..., Any]) -> Any:
+        return UNANSWERED  # by perform(), which looks at the arguments too
 
     def perform(
         self,
@@ -183,12 +175,13 @@ class _FromLog(Body):
             return "continue_as_new"
         return f"a wait for {_waits(expected)}" if expected else "the end of the flow"
 
-    def decide(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
+    def ask_to_decide(self, decision_id: str, decider: Callable[..., Any]) -> Any:
         known = self.journal.fold.decisions.get(decision_id)
         if known is not None:
             self.report.asked.update(known.inner_steps or ())
-            return (yield from super().decide(decision_id, decider, context))
-        yield Enter(partial(self.enter, "decide"))
+        return super().ask_to_decide(decision_id, decider)
+
+    def make_decision(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
         if takes_arguments(decider):
             yield from self._decide_with_steps(
                 decider, context, Deciding(self.path)
