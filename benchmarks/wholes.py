@@ -25,6 +25,7 @@ from loom_django.engine.core import random_token
 from loom_django.engine.start import start
 from loom_django.kernel.events import pack
 from loom_django.services.dispatch import InlineDispatcher, WorkerDispatcher
+from loom_django.services.garbage import rare_collections
 from loom_django.services.recovery import recover_abandoned
 from loom_django.services.timers import TimerService
 from loom_django.services.worker import WorkerService
@@ -278,7 +279,8 @@ def _measured(backend: str, bare: backends.Bare, whole: Whole, level: int, runs:
     bench = Bench(backends.make_store(backend))
     beside = _reading(bare, whole) if whole.reads else _writing(bench, bare, whole, level)
     runs = min(runs, whole.most_runs or runs)
-    pairs = [(_run(bench, whole, level), beside()) for _ in range(runs)]
+    with rare_collections():  # as the worker's command
+        pairs = [(_run(bench, whole, level), beside()) for _ in range(runs)]
     ours, theirs = zip(*pairs, strict=True)
     return {
         "backend": backend,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,6 +21,11 @@ _Tagged: Final = getattr(asgiref.local, "_Storage", None)
 
 # libpq's PQTRANS_INTRANS and PQTRANS_INERROR.
 _OPEN: Final = (2, 3)
+
+
+def refuses_queries() -> bool:
+    """True where Django refuses each use of a connection, so that no transaction is open: an event loop runs."""
+    return asyncio._get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
 
 
 def open_transaction(connection: Any) -> bool:

@@ -93,12 +93,31 @@ async def boxed(call: Callable[[], Any]) -> Outcome:
         return Outcome(error=exc)
 
 
+# Where sync_to_async does its work.
+
+
+def set_apart(executor: Executor) -> None:
+    """Have ``sync_to_async`` in the current context work in ``executor``, whatever the context was before."""
+    AsyncToSync.executors.current = None
+    SyncToAsync.deadlock_context.set(False)
+    work_in(executor)
+
+
+def work_in(executor: Executor) -> None:
+    """:func:`set_apart` in a context that knows of no thread but one of loom's own."""
+    apart = ThreadSensitiveContext()
+    SyncToAsync.thread_sensitive_context.set(apart)
+    SyncToAsync.context_to_thread_executor[apart] = executor
+
+
 class Call:
     """One call of a tool in a thread of its own.
 
     ``tell`` is called, in other threads than the waiting one too, when there is something to see: the outcome,
     or a reason to wait no longer.
     """
+
+    _set_apart = staticmethod(set_apart)
 
     def __init__(
         self,
@@ -117,7 +136,7 @@ class Call:
         self._tell = tell
         self._executor = executor
         self._context = contextvars.copy_context()
-        self._context.run(set_apart, executor)
+        self._context.run(self._set_apart, executor)
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Task[Outcome]] | None = None
         self._cancelled = False
@@ -231,18 +250,6 @@ def _run_out(loop: asyncio.AbstractEventLoop, rest: set[asyncio.Task[Any]]) -> N
         abandoned.change(-1)
         loop.close()
         connections.close_all()
-
-
-# Where sync_to_async does its work.
-
-
-def set_apart(executor: Executor) -> None:
-    """Have ``sync_to_async`` in the current context work in ``executor``, whatever the context was before."""
-    apart = ThreadSensitiveContext()
-    AsyncToSync.executors.current = None
-    SyncToAsync.deadlock_context.set(False)
-    SyncToAsync.thread_sensitive_context.set(apart)
-    SyncToAsync.context_to_thread_executor[apart] = executor
 
 
 def in_testcase() -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from loom_django.engine import calls
 from loom_django.engine.calls import Call, Here, Outcome, OwnThread, Share, abandoned, measured
@@ -165,12 +165,15 @@ def inside_body() -> Iterator[None]:
         _current.depth -= 1
 
 
+_NEVER: Final = threading.Event()
+
+
 class Driver:
     """What both drivers share: the calls that are made in threads."""
 
     def __init__(self, *, one_thread: bool) -> None:
         self.one_thread = one_thread  # a TestCase: no other thread sees its transaction
-        self.stop = threading.Event()
+        self.stop = _NEVER  # unless somebody says when
         self._own = OwnThread()
         self._here = one_thread or calls.in_testcase()
         self._call: Call | None = None

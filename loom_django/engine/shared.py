@@ -62,8 +62,9 @@ class _Scope:
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def add(self, task: asyncio.Task[Any]) -> None:
+        if self.tasks:  # the first one lasts as long as the scope
+            task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
 
     def rest(self) -> set[asyncio.Task[Any]]:
         return {task for task in self.tasks if not task.done()}
@@ -179,9 +180,14 @@ class BodyLoop:
 
     # Called from other threads.
 
-    def run(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Run a coroutine in the loop; it raises nothing."""
-        self.loop.call_soon_threadsafe(lambda: self.spawn(call()))
+    def run(self, calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> None:
+        """Run coroutines in the loop; they raise nothing."""
+
+        def begin() -> None:
+            for call in calls:
+                self.spawn(call())
+
+        self.loop.call_soon_threadsafe(begin)
 
     def end(self) -> None:
         """End the loop and its threads; for when nothing runs in it any more."""
@@ -374,6 +380,7 @@ class _Executor(ThreadPoolExecutor):
 class _TaskCall(Call):
     """A call of an async tool as a task of the shared loop."""
 
+    _set_apart = staticmethod(calls.work_in)  # the body was begun in a context that had nothing in it
     place: BodyLoop
     execution_id: str
 
@@ -409,6 +416,7 @@ class _TaskCall(Call):
 class _PlainCall(Call):
     """A call of a plain tool in one of the threads for those."""
 
+    _set_apart = staticmethod(calls.work_in)
     place: BodyLoop
 
     def start(self) -> None:
@@ -515,6 +523,12 @@ class SharedDriver(AsyncDriver):
         """Wait until no rule of another branch is away in a thread: the rules are to go on."""
         await self._kept(self._away.wait)
 
+    async def _enter(self, gate: _Gate) -> None:
+        if gate.taken:
+            await self._kept(gate.enter)
+        else:
+            gate.taken = True
+
     async def _kept(self, wait: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Wait; a cancellation that comes meanwhile is kept, as in every call of the engine's."""
         while True:
@@ -531,7 +545,7 @@ class SharedDriver(AsyncDriver):
             raise Unwind(Why.INTERRUPTED)
         if self._root is not None:
             await self._kept(_turn)  # so that what all branches record in this one is landed together
-        await self._kept(self._landing.enter)
+        await self._enter(self._landing)
         try:
             landed = await self._place.carry_out(landing, self._go_away, self._cut_later)
         finally:
@@ -545,14 +559,14 @@ class SharedDriver(AsyncDriver):
         self._cut = True
 
     async def _outside(self, call: Callable[[], Any]) -> Any:
-        await self._kept(self._landing.enter)
+        await self._enter(self._landing)
         try:
             return await self._go_away(call)
         finally:
             self._landing.leave()
 
     async def _go_away(self, call: Callable[[], Any]) -> Any:
-        await self._kept(self._away.enter)
+        await self._enter(self._away)
         try:
             return await super()._outside(call)
         finally:
@@ -606,16 +620,15 @@ class SharedDriver(AsyncDriver):
     async def run_task(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Run a coroutine body as a task of the loop."""
         context = contextvars.copy_context()
-        context.run(calls.set_apart, self._own)
+        context.run(calls.work_in, self._own)
         self._task, scope = self._place.begin_task(call, self._execution_id, context)
         try:
-            await asyncio.wait({self._task})
+            outcome: Outcome = await self._task
         finally:
             self._left = True
             if scope.rest():
                 await scope.end()
             self._place.forget(scope)
-        outcome: Outcome = self._task.result()
         if outcome.error is not None:
             raise outcome.error
         return outcome.value

@@ -120,6 +120,7 @@ class WorkerService:
         self._served: dict[tuple[str, ...] | None, bool] = {}
         # By claim, not by execution: a body that hangs may lose its execution to another thread of this worker.
         self._held: dict[Claimed, _Counted] = {}
+        self._asynchronous = 0  # so many of them are async bodies
         self._condition = threading.Condition()
         self._claims: queue.SimpleQueue[tuple[Claimed, list[Event] | None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -181,10 +182,9 @@ class WorkerService:
                     claims = self._claim(lane, room, kinds[is_async])
                     if claims:
                         self._served[lane.queues] = is_async
-                    logs = self._short_logs(claims)
-                    counted = _Counted(_queue_counted(lane), is_async)
-                    for claim in claims:
-                        self._submit(claim, logs.get(claim.execution_id), counted)
+                        logs = self._short_logs(claims)
+                        counted = _Counted(_queue_counted(lane), is_async)
+                        self._submit([(claim, logs.get(claim.execution_id)) for claim in claims], counted)
                     more |= len(claims) >= room and self._room(lane, is_async) > 0
         return more
 
@@ -216,8 +216,9 @@ class WorkerService:
         if is_async and self._loop is not None and self._loop.blocked:
             return 0
         with self._condition:
-            running = sum(counted.is_async == is_async for counted in self._held.values())
-        return (self.tasks if is_async else self.concurrency) - running
+            if is_async:
+                return self.tasks - self._asynchronous
+            return self.concurrency - (len(self._held) - self._asynchronous)
 
     def _room(self, lane: Lane, is_async: bool) -> int:
         """How many bodies of a lane and a kind may be begun here and now."""
@@ -257,25 +258,25 @@ class WorkerService:
             return {}
 
     def _submit(
-        self, claim: Claimed, events: list[Event] | None = None, counted: _Counted = _Counted()
+        self, claims: Sequence[tuple[Claimed, list[Event] | None]], counted: _Counted = _Counted()
     ) -> None:
         with self._condition:
             if not self._threads and self._loop is None:
                 self._shared.enter_context(self.engine.store.grouping())
-            self._held[claim] = counted
-            self.claimed += 1
-            # Once there is a thread for each, none of those that are held need be counted.
-            another = len(self._threads) < self.concurrency and len(self._threads) < sum(
-                not other.is_async for other in self._held.values()
-            )
+            self._held.update((claim, counted) for claim, _ in claims)
+            self.claimed += len(claims)
+            self._asynchronous += len(claims) if counted.is_async else 0
+            plain = len(self._held) - self._asynchronous
         # Kept from here on: on a busy machine the body may be entered late, and its lease is not to run out.
-        self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
+        for claim, _ in claims:
+            self.engine.keeper.hold(claim.execution_id, claim.token, _not_entered)
         if counted.is_async:
             self._loop = loop = self._loop or BodyLoop(self.engine.store)
-            loop.run(partial(self._run_in, loop, claim, events))
+            loop.run([partial(self._run_in, loop, claim, events) for claim, events in claims])
             return
-        self._claims.put((claim, events))
-        if another:
+        for taken in claims:
+            self._claims.put(taken)
+        while len(self._threads) < min(self.concurrency, plain):
             thread = threading.Thread(target=self._serve, name=f"loom-body-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -347,7 +348,8 @@ class WorkerService:
             self.engine.keeper.drop(claim.execution_id, claim.token)
         with self._condition:
             for claim in claims:
-                self._held.pop(claim, None)
+                if (counted := self._held.pop(claim, None)) is not None:
+                    self._asynchronous -= counted.is_async
             self._condition.notify_all()
         self.on_free()
 

@@ -174,7 +174,9 @@ class Commit:
     @property
     def unguarded(self) -> bool:
         """True if the fence does not guard it: a start, or notes of others."""
-        return self.new is not None or all(event.kind in AUDIT for event in self.events)
+        if self.new is not None:
+            return True
+        return self.events[0].kind in AUDIT and all(event.kind in AUDIT for event in self.events)
 
     @property
     def after_end(self) -> bool:
@@ -184,7 +186,7 @@ class Commit:
     @property
     def parks(self) -> bool:
         """True if the execution's fence row must be there afterwards, so that a sender meets the park."""
-        return self.wakes is not None or any(event.kind == Kind.EXECUTION_SUSPENDED for event in self.events)
+        return self.wakes is not None or Kind.EXECUTION_SUSPENDED in [event.kind for event in self.events]
 
     def check(self) -> None:
         """Refuse what no caller may send.

@@ -832,6 +832,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def transaction(self) -> AbstractContextManager[Any]: ...
 
     def in_transaction(self) -> bool:
+        if compat.refuses_queries():  # each task of a loop would make a connection of its own to be looked at
+            return False
         connection = self.connection  # each look for it costs more than the rest of this
         return compat.in_transaction(connection) or compat.begun_by_hand(connection)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from loom_django import EffectInDoubt, FlowContext, StepContext, definitions, fl
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.kernel.state import Status
 from loom_django.models import Execution
+from loom_django.services import garbage
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.testing import override_loom
 
@@ -96,6 +98,18 @@ def test_a_worker_that_runs_once_drives_executions_to_their_park_and_past_it(flo
     loom.store.shift_clock(timedelta(seconds=61))
     assert "1 executions claimed" in run("run_loom_worker", "--once")
     assert handle.result() == "w1:step"
+
+
+def test_a_worker_collects_garbage_seldom(flows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bodies run with the thresholds of a worker, and the command's caller gets its own back."""
+    before: Any = gc.get_threshold()
+    seen: list[int] = []
+    monkeypatch.setattr(loom.engine, "crash_point", lambda *what: seen.append(gc.get_threshold()[0]))
+    loom.dispatcher = WorkerDispatcher()
+    flows.using(execution_id="w0").start()
+    run("run_loom_worker", "--once")
+    assert set(seen) == {garbage.YOUNG}
+    assert gc.get_threshold() == before
 
 
 @override_loom(QUEUES={"mail": {"concurrency": 1}, "bank": {}})

@@ -179,7 +179,7 @@ def test_what_a_worker_asks_of_the_store_is_counted() -> None:
     looks = FEW * len(
         worker._kinds()
     )  # plain and async flows are claimed by themselves, where there are both
-    assert Counter(calls) == {"claim_ready": looks, "read_short": looks, "append": 2 * FEW}
+    assert Counter(calls) == {"claim_ready": looks, "read_short": FEW, "append": 2 * FEW}
 
 
 def _noting(calls: list[str], name: str, call: Any) -> Any:

@@ -198,7 +198,7 @@ def test_a_worker_counts_claims_not_executions(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("loom_django.services.worker.run_execution", run)
     worker = WorkerService(Engine(MemoryStore(), lambda: SETTINGS, Registry()), concurrency=4)
     for token in (1, 2):
-        worker._submit(Claimed("x", token, token))
+        worker._submit([(Claimed("x", token, token), None)])
         assert begun.acquire(timeout=20)
     assert worker.running == 2
     ends[1].set()

@@ -23,6 +23,7 @@ from loom_django.management.options import (
 )
 from loom_django.runtime import loom
 from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.garbage import rare_collections
 from loom_django.services.leases import LeaseKeeper
 from loom_django.services.loop import Loop, Service, soonest, stop_on_signals
 from loom_django.services.notices import Listener, poll_interval
@@ -74,6 +75,7 @@ class Command(BaseCommand):
         )
 
     @compat.without_pools()
+    @rare_collections()
     @logging_to_console
     def handle(self, *args: Any, **options: Any) -> None:
         self._check_queues(options["queues"])
