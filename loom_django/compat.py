@@ -57,6 +57,11 @@ def begun_by_hand(connection: Any) -> bool:
     return driver.pgconn.transaction_status in _OPEN
 
 
+def in_any_transaction(connection: Any) -> bool:
+    """True inside a transaction that somebody opened on purpose, in whatever way."""
+    return in_transaction(connection) or begun_by_hand(connection)
+
+
 def mark_if_rolled_back(connection: Any) -> None:
     """Have an atomic block know that SQLite has ended its transaction, as some errors make it do, a full disk say.
 
@@ -92,7 +97,7 @@ def leave_transactions() -> bool:
     """:func:`leave_transaction` on each of this thread's connections; True if there was one to leave."""
     left = False
     for connection in connections.all(initialized_only=True):
-        if in_transaction(connection) or begun_by_hand(connection):
+        if in_any_transaction(connection):
             left |= leave_transaction(connection)
     return left
 

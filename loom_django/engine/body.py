@@ -93,6 +93,18 @@ class Compensation:
     kwargs: dict[str, Any]
 
 
+# A line of the flow's: the short name of its file, and its number.
+Place = tuple[str, int]
+
+
+def in_words(place: Place) -> str:
+    return f"{place[0]}:{place[1]}"
+
+
+# Where and how a step was asked for, and the path of the branch that did. In words only if somebody must be told.
+Asked = tuple[Place, str, str]
+
+
 @dataclass
 class Deciding:
     """A decider that is running, and the steps that are its decision's."""
@@ -118,7 +130,7 @@ class Shared:
     sealed: Unwind | None = None
     misuse: BaseException | None = None
     landed_once: bool = False
-    asked: dict[str, tuple[str, str]] = field(default_factory=dict)  # by step: where, and the branch's path
+    asked: dict[str, Asked] = field(default_factory=dict)  # by step
     tools: dict[str, Tool[..., Any]] = field(default_factory=dict)  # of the steps that were asked for
     deciding: list[Deciding] = field(default_factory=list)
     compensations: list[Compensation] = field(default_factory=list)
@@ -147,9 +159,7 @@ class Body:
     """
 
     path = ""
-    bound_at: str | None = (
-        None  # where the flow's code is a bound step: the line that gave it to ctx.parallel
-    )
+    bound_at: Place | None = None  # of a bound step: the line that gave it to ctx.parallel
 
     def __init__(
         self,
@@ -170,9 +180,10 @@ class Body:
         self.clock = journal.fold.started_at
         self.thread = threading.get_ident()
         self.joined = False  # while its branches run
-        self.line: str | None = None  # of the call in hand, where its stack is another thread's
+        self.place: Place = ("", 0)  # of the call in hand
         self.unawaited: dict[int, str] = {}
         self._counts: dict[str, int] = {}
+        self._in_transaction: Callable[[], bool] | None = None  # asked at each call, where those are made
 
     @property
     def sealed(self) -> Unwind | None:
@@ -205,15 +216,13 @@ class Body:
             OpenTransactionError: inside an open atomic block.
             Unwind: the body was stopped, and went on.
         """
-        if self.path:
-            self.line = (
-                self.bound_at or source_line()
-            )  # a branch's rules run in another thread, on another stack
-        if self.driver.closed:
+        driver = self.driver
+        self.place = self.bound_at or source_place()  # here: rules may run on the stack of another thread
+        if driver.closed:
             raise Unwind(Why.INTERRUPTED)  # the body has ended; this is what it left running
         if self.sealed is not None:
             raise self.sealed
-        if self.driver.stop.is_set():
+        if driver.stop.is_set():
             raise self.seal(Why.INTERRUPTED)  # the process is draining: the rest is another's
         if threading.get_ident() != self.thread:
             self.refuse(
@@ -228,13 +237,15 @@ class Body:
                     f"ctx.{what} was called in a branch on the ctx around it: use the ctx that the branch is given"
                 )
             )
-        if not self.driver.in_body():
+        if not driver.in_body():
             self.check_task(what)
         if self.unawaited:
             forgotten = ", ".join(sorted(set(self.unawaited.values())))
             self.unawaited.clear()
             self.refuse(ContextMisuseError(f"ctx.{forgotten} was not awaited before ctx.{what}: write await"))
-        if self.engine.store.in_transaction():
+        if self._in_transaction is None:
+            self._in_transaction = self.engine.store.transaction_check()
+        if self._in_transaction():
             self.refuse(OpenTransactionError(f"ctx.{what}"))
 
     def check_task(self, what: str) -> None:
@@ -455,11 +466,11 @@ class Body:
 
     def ask(self, step_id: str, how: str) -> None:
         """Note that a step is asked for; an id may be asked for once in a run."""
-        line = f"{self.line or source_line()} {how}"
-        asked = self.shared.asked
+        asked, now = self.shared.asked, (self.place, how, self.path)
         if step_id in asked:
-            self.refuse(DuplicateStepError(step_id, asked[step_id][0], line))
-        asked[step_id] = (line, self.path)
+            lines = (f"{in_words(place)} {how}" for place, how, _ in (asked[step_id], now))
+            self.refuse(DuplicateStepError(step_id, *lines))
+        asked[step_id] = now
         if self.shared.deciding:
             for deciding in self._deciders():
                 deciding.asked.append(step_id)
@@ -476,7 +487,7 @@ class Body:
 
     def where(self) -> str:
         """The flow's line that asked."""
-        return self.line or source_line()
+        return in_words(self.place)
 
     def mint(self, kind: str, name: str = "") -> str:
         """The next identity of that kind in this scope, from names and counts alone."""
@@ -1032,12 +1043,12 @@ def is_aware(when: object) -> bool:
     return True
 
 
-def source_line() -> str:
+def source_place() -> Place:
     """Where the flow made the call: the nearest frame outside this package."""
-    frame = sys._getframe(1)
+    frame = sys._getframe(2)  # of who called whoever asks: each frame that is looked at is made for that
     while not (name := _name_outside(frame.f_code.co_filename)) and frame.f_back is not None:
         frame = frame.f_back
-    return f"{name}:{frame.f_lineno}"
+    return name, frame.f_lineno
 
 
 @cache

@@ -117,10 +117,10 @@ class _Branch:
         body.closed = self.scope.closed
         context: Any = AsyncFlowContext(body) if isinstance(driver, AsyncDriver) else FlowContext(body)
         if isinstance(self.what, Step):
-            body.bound_at = self.scope.line
+            body.bound_at = self.scope.place
             return lambda: context.run(self.what.tool, *self.what.args, **self.what.kwargs)
         if isinstance(self.what, Inner):
-            body.bound_at = self.scope.line
+            body.bound_at = self.scope.place
             asked = self.what.steps(body)
             named = (self.what.name,) if isinstance(driver, AsyncDriver) else ()
             return lambda: context._do(*named, asked)
@@ -170,7 +170,7 @@ class _Scope:
         self.path = path
         self.settle = settle
         self.branches = [_Branch(self, name, what) for name, what in branches.items()]
-        self.line = body.where()
+        self.place = body.place
         self.known = body.journal.fold.decisions.get(_DECISION + path)
         self.closed = self.known is not None
         self.failed: list[_Branch] = []
@@ -287,7 +287,7 @@ class _Scope:
         asked = self.body.shared.asked
         again = {branch.name: _Branch(self, branch.name, branch.what) for branch in waiting}
         for branch in again.values():
-            for step_id in [key for key, (_, path) in asked.items() if _is_within(path, branch.path)]:
+            for step_id in [key for key, (*_, path) in asked.items() if _is_within(path, branch.path)]:
                 del asked[step_id]
         self.branches = [again.get(branch.name, branch) for branch in self.branches]
         return list(again.values())

@@ -86,9 +86,11 @@ def id_for(body: Body, tool: Any) -> str:
 
 def _only_id(body: Body, tool: Tool[..., Any]) -> str:
     ids = body.flow.step_ids_of(tool)
-    if len(ids) > 1 and tool.name not in ids:
+    if tool.name in ids or not ids:
+        return tool.name
+    if len(ids) > 1:
         body.undeclared(tool.name, f"it is listed as {', '.join(ids)}: say which by .named()")
-    return tool.name if tool.name in ids or not ids else ids[0]
+    return ids[0]
 
 
 def tool_of(body: Body, step_id: str) -> Tool[..., Any]:
@@ -138,8 +140,10 @@ _AGAIN: Final = object()
 
 def answer(body: Body, step_id: str, tool: Tool[..., Any]) -> Any:
     """Serve the step from the log; UNANSWERED if that holds no outcome of it."""
-    body.asked_for(step_id)
-    body.shared.tools[step_id] = tool
+    shared = body.shared
+    if shared.watch is not None:
+        shared.watch.asked(step_id)
+    shared.tools[step_id] = tool
     frame = body.journal.fold.frames.get(step_id)
     return serve(body, frame) if frame is not None and frame.settled else UNANSWERED
 

@@ -872,6 +872,9 @@ class Store(
     def in_transaction(self) -> bool:
         """True inside a caller's open transaction; TestCase's own does not count."""
 
+    def transaction_check(self) -> Callable[[], bool]:
+        """:meth:`in_transaction` for the thread, or the task, that asks for it: to be called often, and only there."""
+
     def leave_transaction(self) -> bool:
         """Roll back what somebody left open on this thread's connection, and close that; True if it was so.
 

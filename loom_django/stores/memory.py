@@ -838,6 +838,9 @@ class MemoryStore:
         with self._lock:
             return self._depth > 0
 
+    def transaction_check(self) -> Callable[[], bool]:
+        return self.in_transaction
+
     def leave_transaction(self) -> bool:
         return False  # a block of transaction() ends with its call
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from operator import itemgetter
 from typing import Any, Final, TypeVar
 
@@ -832,10 +833,13 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     def transaction(self) -> AbstractContextManager[Any]: ...
 
     def in_transaction(self) -> bool:
-        if compat.refuses_queries():  # each task of a loop would make a connection of its own to be looked at
-            return False
-        connection = self.connection  # each look for it costs more than the rest of this
-        return compat.in_transaction(connection) or compat.begun_by_hand(connection)
+        # In a loop each task would make a connection of its own to be looked at.
+        return not compat.refuses_queries() and compat.in_any_transaction(self.connection)
+
+    def transaction_check(self) -> Callable[[], bool]:
+        if compat.refuses_queries():
+            return self.in_transaction
+        return partial(compat.in_any_transaction, self.connection)  # to look for that costs more than the check
 
     def leave_transaction(self) -> bool:
         return self.in_transaction() and compat.leave_transaction(self.connection)

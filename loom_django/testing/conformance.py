@@ -1312,8 +1312,10 @@ class EventStoreConformance(StoreConformance):
         log = self.running()
         called: list[str] = []
         lost = log.fork()
+        check = self.store.transaction_check()
         with suppress(_Stop), self.store.transaction():
             assert self.store.in_transaction()
+            assert check()
             self.store.append(lost.commit())
             self.store.on_commit(lambda: called.append("lost"))
             raise _Stop
@@ -1324,6 +1326,7 @@ class EventStoreConformance(StoreConformance):
             assert not self.store.marked_for_rollback()
             assert called == []
         assert not self.store.in_transaction()
+        assert not check()
         assert called == ["kept"]
         assert len(self.store.read(log.id)) == 2
 

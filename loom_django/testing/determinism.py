@@ -182,11 +182,12 @@ class _FromLog(Body):
         return super().ask_to_decide(decision_id, decider)
 
     def make_decision(self, decision_id: str, decider: Callable[..., Any], context: Any) -> Steps[Any]:
+        line = self.where()
         if takes_arguments(decider):
             yield from self._decide_with_steps(
                 decider, context, Deciding(self.path)
             )  # it may have parked inside
-        self._leave(None, "no such decision", f"decision {decision_id!r} at {self.where()}")
+        self._leave(None, "no such decision", f"decision {decision_id!r} at {line}")
 
     def _note(self, kind: str, note: str, fields: Mapping[str, Any]) -> None:
         if note not in self.journal.fold.noted:

@@ -133,7 +133,7 @@ def test_what_is_asked_of_the_database_is_counted(name: str) -> None:
 # Calls of functions, of Python and of C, at most: some ten percent more than there are.
 CALLS: Final = 860
 CALLS_A_STEP: Final = 340
-CALLS_A_SERVED_STEP: Final = 83
+CALLS_A_SERVED_STEP: Final = 74
 
 
 def calls_of(work: Callable[..., object], *args: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -160,6 +160,26 @@ def test_a_ctx_call_inside_atomic_is_misuse(world: World) -> None:
     assert state.error is not None
     assert state.error["type"] == "loom_django.errors.OpenTransactionError"
     assert not state.frames
+
+
+@database
+def test_a_step_that_the_log_holds_is_not_asked_for_inside_atomic_either(world: World) -> None:
+    """Each call of the context looks, the first outside of the block as well as the next inside."""
+    edited = False
+
+    @flow("x.served", steps=[mark_paid])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(mark_paid, 1)
+        with transaction.atomic() if edited else nullcontext():
+            ctx.run(mark_paid, 2)
+        ctx.suspend("Go")
+
+    handle = body.start()
+    edited = True
+    world.loom.resume(handle.id, event_type="Go")
+    state = world.state(handle)
+    assert state.error is not None
+    assert state.error["type"] == "loom_django.errors.OpenTransactionError"
 
 
 @database
