@@ -25,7 +25,12 @@ _OPEN: Final = (2, 3)
 
 def refuses_queries() -> bool:
     """True where Django refuses each use of a connection, so that no transaction is open: an event loop runs."""
-    return asyncio._get_running_loop() is not None and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+    return in_loop() and not os.environ.get("DJANGO_ALLOW_ASYNC_UNSAFE")
+
+
+def in_loop() -> bool:
+    """True where an event loop runs in this thread."""
+    return asyncio._get_running_loop() is not None
 
 
 def open_transaction(connection: Any) -> bool:

@@ -23,7 +23,7 @@ from loom_django.engine.body import UNANSWERED, Body, metered
 from loom_django.engine.children import await_child, await_children, start_child
 from loom_django.engine.continuing import continue_as_new
 from loom_django.engine.core import from_micros
-from loom_django.engine.drive import CutOff, Steps
+from loom_django.engine.drive import Command, CutOff, Steps
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.drive_sync import SyncDriver
 from loom_django.engine.parallel import parallel
@@ -410,11 +410,16 @@ class Operation(Generic[R]):
         body.unawaited.pop(self._number, None)
         if not isinstance(body.driver, AsyncDriver):
             raise TypeError("an AsyncFlowContext is driven by a loop")
-        return self._driven(body.driver).__await__()
-
-    async def _driven(self, driver: AsyncDriver) -> R:
         try:
-            return await driver.drive(self._steps)
+            command = body.driver.begin(self._steps)
+        except StopIteration as stop:
+            result: R = stop.value
+            return result
+        return (yield from self._driven(body.driver, command).__await__())
+
+    async def _driven(self, driver: AsyncDriver, command: Command | None) -> R:
+        try:
+            return await driver.drive(self._steps, command)
         except CutOff:
             pass
         if self._body.sealed is not None:

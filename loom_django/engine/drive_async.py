@@ -93,8 +93,25 @@ class AsyncDriver(Driver):
         except RuntimeError:  # no loop runs in this thread
             return False
 
-    async def drive(self, steps: Steps[T]) -> T:
-        """Run a generator of commands to its end and return its result.
+    def begin(self, steps: Steps[T]) -> Command | None:
+        """Let a call of the context enter, and its rules go on to what may have to be waited for: that command.
+
+        None if they cannot go on yet.
+
+        Raises:
+            StopIteration: the log has the answer.
+        """
+        command = next(steps)
+        if not isinstance(command, Enter):
+            return command
+        try:
+            command.call()
+        except BaseException as exc:
+            return steps.throw(exc)
+        return steps.send(None)
+
+    async def drive(self, steps: Steps[T], command: Command | None = None) -> T:
+        """Run a generator of commands to its end and return its result; from a command on, if it has begun.
 
         A flow that cancels its own task does not get at the rules: what was asked for is done, or has the
         outcome that it was cut off; what is known by then is recorded, and nothing new is begun.
@@ -104,7 +121,7 @@ class AsyncDriver(Driver):
         """
         self._cut = False
         try:
-            command = next(steps)
+            command = command or next(steps)
             while True:
                 if self._cut and not isinstance(command, Io):
                     command = steps.throw(CutOff())

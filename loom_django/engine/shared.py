@@ -498,10 +498,13 @@ class SharedDriver(AsyncDriver):
         with self._ruling:
             return call()
 
-    async def drive(self, steps: Steps[T]) -> T:
+    def begin(self, steps: Steps[T]) -> Command | None:
+        return None if self._away.taken else super().begin(steps)
+
+    async def drive(self, steps: Steps[T], command: Command | None = None) -> T:
         if self._away.taken:
             await self._settle()
-        return await super().drive(steps)
+        return await super().drive(steps, command)
 
     async def _perform(self, command: Command) -> Any:
         if isinstance(command, Land):

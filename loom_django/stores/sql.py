@@ -837,9 +837,10 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         return not compat.refuses_queries() and compat.in_any_transaction(self.connection)
 
     def transaction_check(self) -> Callable[[], bool]:
-        if compat.refuses_queries():
-            return self.in_transaction
-        return partial(compat.in_any_transaction, self.connection)  # to look for that costs more than the check
+        if compat.refuses_queries():  # as it does while a loop runs
+            return lambda: not compat.in_loop() and self.in_transaction()
+        connection = self.connection  # to look for it costs more than the check
+        return partial(compat.in_any_transaction, connection)
 
     def leave_transaction(self) -> bool:
         return self.in_transaction() and compat.leave_transaction(self.connection)
