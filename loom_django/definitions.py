@@ -454,8 +454,8 @@ class Flow(Generic[P, R_co]):
 
     def unbind(self, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The recorded input as arguments. A parameter that is new since then takes its default."""
-        if self._places and all(name in given for name in self._places):
-            return tuple(given[name] for name in self._places), {}
+        if self._places and all(map(given.__contains__, self._places)):
+            return tuple(map(given.__getitem__, self._places)), {}
         known = {name: value for name, value in given.items() if name in self.signature.parameters}
         bound = inspect.BoundArguments(self.signature, OrderedDict(known))
         bound.apply_defaults()

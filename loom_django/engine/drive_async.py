@@ -83,9 +83,14 @@ class AsyncDriver(Driver):
         self._cut = False
         self._left = False
 
+    # The body's, of a branch's driver.
+    _root: AsyncDriver | None = None
+
     @property
     def closed(self) -> bool:
-        return self._left or (self._task is not None and self._task.done())
+        if self._left or (self._task is not None and self._task.done()):
+            return True
+        return self._root is not None and self._root.closed
 
     def in_body(self) -> bool:
         try:
@@ -146,7 +151,7 @@ class AsyncDriver(Driver):
     async def _perform(self, command: Command) -> Any:
         if isinstance(command, Enter):
             result = command.call()
-            return await result if inspect.isawaitable(result) else result
+            return result if result is None or not inspect.isawaitable(result) else await result
         if isinstance(command, Join):
             return await self._join(command)
         if isinstance(command, Io):
@@ -315,14 +320,10 @@ class _AsyncBranchDriver(AsyncDriver):
 
     def __init__(self, root: AsyncDriver) -> None:
         super().__init__(one_thread=root.one_thread)
-        self._root = root
+        self._root: AsyncDriver = root
         self.stop = root.stop
         self._own, self._here = root._own, root._here
         self._is_beside = not root.sequential
-
-    @property
-    def closed(self) -> bool:
-        return self._root.closed or (self._task is not None and self._task.done())
 
     def call_sync(self, command: Invoke) -> Outcome:
         return self._root.call_sync(command)

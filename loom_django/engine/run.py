@@ -239,8 +239,9 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
         body.misuse = ContextMisuseError(
             f"ctx.{forgotten} was not awaited before the flow returned: write await"
         )
-    if any(isinstance(left, Unwind) and left.why is Why.CRASHED for left in (body.sealed, raised)):
-        return Ended.LOST
+    for left in (body.sealed, raised):
+        if isinstance(left, Unwind) and left.why is Why.CRASHED:
+            return Ended.LOST
     body.journal.settle()
     if not body.journal.is_settled and (body.sealed is None or body.sealed.why not in (Why.LOST, Why.STORE)):
         with suppress(Unwind, LoomError):  # the body is sealed, or misused, then

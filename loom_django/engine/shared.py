@@ -482,16 +482,12 @@ class SharedDriver(AsyncDriver):
         super().__init__(one_thread=False)
         self._place = place
         self._execution_id = execution_id
-        self._root = root
+        self._root: SharedDriver | None = root
         self._landing: _Gate = _Gate() if root is None else root._landing
         self._away: _Gate = _Gate() if root is None else root._away
         self._ruling: Any = threading.RLock() if root is None else root._ruling
         if root is not None:
             self.stop, self._own = root.stop, root._own
-
-    @property
-    def closed(self) -> bool:
-        return super().closed or (self._root is not None and self._root.closed)
 
     def exclusively(self, call: Callable[[], T]) -> T:
         # In the loop's thread this waits only for a sibling branch that asks the store in another one.

@@ -92,11 +92,11 @@ _TELLS: Final[Mapping[str, tuple[tuple[Signal, ...], Callable[[Mapping[str, Any]
 
 def tells(events: tuple[Event, ...]) -> bool:
     """False if :func:`announce` has nothing to do for these events."""
-    return any(
-        event.kind in _NOTED or any(signal.receivers for signal in _TELLS[event.kind][0])
-        for event in events
-        if event.kind in _TELLS
-    )
+    for event in events:
+        told = _TELLS.get(event.kind)
+        if told is not None and (event.kind in _NOTED or any(signal.receivers for signal in told[0])):
+            return True
+    return False
 
 
 def announce(flow_id: str, version: int, events: tuple[Event, ...]) -> None:

@@ -181,7 +181,7 @@ class Commit:
     @property
     def after_end(self) -> bool:
         """True for notes about what has ended, which may be deleted meanwhile."""
-        return self.new is None and self.unguarded and self.projection.status in TERMINAL_STATUSES
+        return self.projection.status in TERMINAL_STATUSES and self.new is None and self.unguarded
 
     @property
     def parks(self) -> bool:

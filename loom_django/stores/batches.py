@@ -55,12 +55,18 @@ class Batches:
         return True
 
     def _seat(self, seat: Seat) -> None:
-        members = (seat.commit, *seat.commit.also)
-        own = {one.execution_id for one in members} | {one.wakes_of for one in members if one.wakes_of}
-        woken = {woken for one in members for woken in one.wake}
-        after = [self._newest[key].batch + 1 for key in own | woken if key in self._newest]
-        after += [self._woken[key] + 1 for key in own if key in self._woken]
-        seat.batch = max(after, default=0)
+        own: set[str] = set()
+        woken: set[str] = set()
+        for one in (seat.commit, *seat.commit.also):
+            own.add(one.execution_id)
+            own.add(one.wakes_of or one.execution_id)
+            woken.update(one.wake)
+        for key in own | woken:
+            if key in self._newest:
+                seat.batch = max(seat.batch, self._newest[key].batch + 1)
+        for key in own:
+            if key in self._woken:
+                seat.batch = max(seat.batch, self._woken[key] + 1)
         self._newest.update(dict.fromkeys(own, seat))
         self._woken.update(dict.fromkeys(woken, seat.batch))
         if seat.batch == len(self._batches):

@@ -435,8 +435,15 @@ class PostgresStore(SqlStore):
         return _Writer(self.alias, give_up=self.give_up)
 
     def _land(self, commits: Sequence[Commit]) -> list[Exception | None]:
-        landed = iter(self._land_at_once([commit for commit in commits if not commit.after_end]))
-        return [self._land_note(commit) if commit.after_end else next(landed) for commit in commits]
+        notes = [commit.after_end for commit in commits]
+        if not any(notes):
+            return self._land_at_once(commits)
+        at_once = [commit for commit, is_note in zip(commits, notes, strict=True) if not is_note]
+        landed = iter(self._land_at_once(at_once))
+        return [
+            self._land_note(commit) if is_note else next(landed)
+            for commit, is_note in zip(commits, notes, strict=True)
+        ]
 
     def _land_note(self, commit: Commit) -> Exception | None:
         """A note about what has ended meets its deletion at the fence row.

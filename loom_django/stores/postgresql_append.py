@@ -21,7 +21,7 @@ statement fail as a whole, and who wrote the sequence is read afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -409,9 +409,9 @@ def _commit_row(commit: Commit, group: int, size: int) -> dict[str, Any]:
     return row
 
 
-def _event_rows(commit: Commit) -> Iterator[dict[str, Any]]:
-    for event in commit.events:
-        yield {
+def _event_rows(commit: Commit) -> list[dict[str, Any]]:
+    return [
+        {
             "k": "e",
             "id": commit.execution_id,
             "seq": event.sequence,
@@ -421,17 +421,23 @@ def _event_rows(commit: Commit) -> Iterator[dict[str, Any]]:
             "writer": event.writer,
             "kernel": event.is_kernel,
         }
+        for event in commit.events
+    ]
 
 
-def _other_rows(commit: Commit) -> Iterator[dict[str, Any]]:
-    key = commit.execution_id
+def _other_rows(commit: Commit) -> list[dict[str, Any]]:
+    if not (commit.timers or commit.messages or commit.wake) and commit.timers_off == ():
+        return []
+    key, rows, off = commit.execution_id, [], timers_off(commit)
     for timer in commit.timers:
         columns = timer_row(timer)
-        yield {"k": "t", "id": key, "other": timer.execution_id, "at": columns.pop("wake_at"), **columns}
-    off = timers_off(commit)
+        rows.append(
+            {"k": "t", "id": key, "other": timer.execution_id, "at": columns.pop("wake_at"), **columns}
+        )
     if off is None:
-        yield {"k": "o", "id": key}
+        rows.append({"k": "o", "id": key})
     else:
-        yield from ({"k": "o", "id": key, "at": wake_at} for wake_at in off)
-    yield from ({"k": "m", "id": key, "number": number} for number in commit.messages)
-    yield from ({"k": "w", "id": key, "other": woken} for woken in commit.wake)
+        rows += [{"k": "o", "id": key, "at": wake_at} for wake_at in off]
+    rows += [{"k": "m", "id": key, "number": number} for number in commit.messages]
+    rows += [{"k": "w", "id": key, "other": woken} for woken in commit.wake]
+    return rows

@@ -237,6 +237,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     ) -> list[tuple[Seat, Exception | None]]:
         """Land a batch, but for what follows a refused commit of its execution: a rival's event may stand in
         the refused one's place, and it would land behind that."""
+        if not refused:
+            return list(zip(batch, self._land([seat.commit for seat in batch]), strict=True))
         behind = {
             id(seat): next((refused[key] for key in seat.commit.writers if key in refused), None)
             for seat in batch
@@ -443,7 +445,7 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
 
     def _patience(self, commits: Sequence[Commit]) -> float:
         """For how many seconds commits are sent again while the database is away."""
-        return max([self.give_up, *(commit.patience for commit in commits)])
+        return max([self.give_up, *[commit.patience for commit in commits]])
 
     def _may_resend(self, error: Error) -> bool:
         """True if a transaction of the store's own that met this error is to be done again."""
@@ -955,8 +957,8 @@ def from_micros(micros: int) -> datetime:
 
 def timers_off(commit: Commit) -> tuple[datetime, ...] | None:
     """The wake times to drop; one that the same commit owes again stays, in whatever order that is done."""
-    if commit.timers_off is None:
-        return None
+    if not commit.timers_off:
+        return commit.timers_off
     kept = {timer.wake_at for timer in commit.timers if timer.execution_id == commit.execution_id}
     return tuple(wake_at for wake_at in commit.timers_off if wake_at not in kept)
 
