@@ -17,7 +17,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -140,11 +141,13 @@ def _machine() -> dict[str, str]:
     import django
 
     found = {"cpu": backends.cpu(), "python": platform.python_version(), "django": django.__version__}
-    try:
+    with suppress(ImportError):
         import psycopg
-    except ImportError:
-        return found
-    return {**found, "psycopg": f"{psycopg.__version__} ({psycopg.pq.__impl__})"}
+
+        found["psycopg"] = f"{psycopg.__version__} ({psycopg.pq.__impl__})"
+    with suppress(PackageNotFoundError):
+        found["uvloop"] = version("uvloop")
+    return found
 
 
 def _compare(options: argparse.Namespace, url: str | None) -> dict[str, Any]:

@@ -30,6 +30,11 @@ from loom_django.engine.threads import Threads
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.stores.base import Commit, RowLocked, Store
 
+try:
+    from uvloop import new_event_loop
+except ImportError:  # it comes with the extra "speed"
+    from asyncio import new_event_loop  # type: ignore[assignment]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -159,7 +164,7 @@ class BodyLoop:
     """The loop, in a thread of its own, and the threads beside it."""
 
     def __init__(self, store: Store) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop: asyncio.AbstractEventLoop = new_event_loop()
         self.loop.set_task_factory(self._new_task)
         self.loop.set_default_executor(_Executor(TOOL_THREADS, thread_name_prefix="loom-to-thread"))
         self.store = Threads("loom-store", STORE_THREADS)

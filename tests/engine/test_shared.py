@@ -62,8 +62,12 @@ class Site:
         return [str(self.world.state(handle).status) for handle in started]
 
 
-@pytest.fixture
-def site(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+@pytest.fixture(params=["asyncio", "uvloop"])
+def site(world: World, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Site]:
+    if request.param == "asyncio":
+        monkeypatch.setattr(shared, "new_event_loop", asyncio.new_event_loop)
+    else:
+        pytest.importorskip("uvloop")
     monkeypatch.setattr(calls, "CANCEL_GRACE", 0.05)
     made = Site(world)
     yield made
