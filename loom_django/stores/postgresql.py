@@ -139,12 +139,13 @@ OWN: Final = named(
     ),
     Statement(
         "claim_ready",
-        "The head of the queues becomes held; rows that others are taking are left out.",
+        "The head of the queues becomes held; rows that others are taking are left out. Found again by their places: "
+        "of a join a plan that was made while the table was small reads all of it.",
         f"""
         {LANES},
         head as (
             select ready.* from ({LANES_IN_ORDER}) lane cross join lateral (
-                select x.id, x.priority, x.ready_at from loom_execution x
+                select x.id, x.priority, x.ready_at, x.ctid as place from loom_execution x
                 where x.queue = lane.queue and x.priority = lane.priority and x.ready_at <= $now
                 and (%(any_flow)s or exists (
                     select 1 from json_each_text(cast(%(known)s as json)) known
@@ -154,11 +155,13 @@ OWN: Final = named(
                 $lock_free(x)
             ) ready
             limit %(limit)s
+        ), held as (
+            update loom_execution x set
+                ready_at = null, lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
+            where x.ctid = any (array(select place from head))
+            returning x.id
         )
-        update loom_execution x set
-            ready_at = null, lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
-        from head where x.id = head.id
-        returning x.id, head.priority, $time(head.ready_at)
+        select id, head.priority, $time(head.ready_at) from held join head using (id)
         """,
     ),
     Statement(

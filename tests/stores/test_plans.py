@@ -178,6 +178,18 @@ class TestPlans(StoreConformance):
         assert walks(self.store.upcoming) == []
         assert self.claim(queues=["long"]) == 10
 
+    @pytest.mark.skipif(not on_postgresql(), reason="SQLite keeps no plans")
+    def test_a_claim_that_was_planned_for_any_limit_walks_over_no_table(self) -> None:
+        """Its rows are reached by their places: a join of many would rather read the whole of a table of thousands."""
+        add_ended(DUE)
+        self.store.append_many([self.log().start(queue="mine") for _ in range(READY)])
+        analyze()
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("set local plan_cache_mode = force_generic_plan")
+            before = seq_scans()
+            assert self.claim() == 10
+            assert seq_scans() == before
+
     def test_a_page_of_what_ended_is_a_probe(self) -> None:
         """The first one, and one from the middle, however many ended and however many live."""
         add_ended(5_000)
