@@ -8,6 +8,7 @@ stands in the reference.
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 from django.db import models
@@ -230,7 +231,10 @@ class Fence(ReadOnlyModel):
 
 
 class Timer(ReadOnlyModel):
-    """A wake that is owed to an execution; due at ``not_before``, or at ``wake_at`` where that is empty."""
+    """A wake that is owed to an execution; due at ``not_before``, or at ``wake_at`` where that is empty.
+
+    Until ``held_until`` it is in the hands of a timer loop. No index has that column: a claim writes none of them.
+    """
 
     id = models.BigAutoField(primary_key=True)
     execution_id = IdField(_("execution id"))
@@ -238,6 +242,7 @@ class Timer(ReadOnlyModel):
     redrive = models.SmallIntegerField(_("re-drive attempt"), null=True, blank=True)
     deadline = models.BooleanField(_("is a deadline"), default=False, db_default=False)
     not_before = models.DateTimeField(_("not before"), null=True, blank=True)
+    held_until = models.DateTimeField(_("held until"), null=True, blank=True)
     tries = models.IntegerField(_("tries"), default=0, db_default=0)
 
     objects = ReadOnlyQuerySet.as_manager()
@@ -255,6 +260,16 @@ class Timer(ReadOnlyModel):
 
     def __str__(self) -> str:
         return f"{self.execution_id} at {self.wake_at.isoformat()}"
+
+    @property
+    def kept_until(self) -> datetime | None:
+        """Until when it was put off, or is held, after its time had come."""
+        return self.held_until or self.not_before
+
+    @property
+    def due(self) -> datetime:
+        """From when on a loop may take it."""
+        return self.kept_until or self.wake_at
 
 
 class Message(ReadOnlyModel):

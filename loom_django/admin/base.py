@@ -194,7 +194,7 @@ def kind_of(timer: Timer) -> Any:
         return _("deadline")
     if timer.redrive is not None:
         return _("re-drive, attempt %(n)d") % {"n": timer.redrive}
-    return _("put off wake") if timer.not_before else _("wake")
+    return _("put off wake") if timer.kept_until else _("wake")
 
 
 Context = Mapping[str, Any]

@@ -310,11 +310,10 @@ class ExecutionAdmin(ExactSearch, ReadOnlyAdmin):
         return f"{self.url('loom_execution_changelist')}?{urlencode({'parent_id__exact': execution.pk})}"
 
     def _timer(self, timer: Timer, page: ExecutionPage) -> dict[str, Any]:
-        due = timer.not_before or timer.wake_at
         ends = page.waits_until(timer.wake_at)
         return {
-            "due": show.when(due),
-            "from_now": show.ago(due),
+            "due": show.when(timer.due),
+            "from_now": show.ago(timer.due),
             "what": ends or kind_of(timer),
             "tries": timer.tries,
         }

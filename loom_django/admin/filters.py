@@ -137,9 +137,13 @@ class DueFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         match self.value():
             case "overdue":
-                return queryset.filter(wake_at__lt=Now()).exclude(not_before__gt=Now())
+                return queryset.filter(wake_at__lt=Now()).exclude(
+                    Q(not_before__gt=Now()) | Q(held_until__gt=Now())
+                )
             case "later":
-                return queryset.filter(Q(wake_at__gte=Now()) | Q(not_before__gt=Now()))
+                return queryset.filter(
+                    Q(wake_at__gte=Now()) | Q(not_before__gt=Now()) | Q(held_until__gt=Now())
+                )
             case "redrive":
                 return queryset.filter(redrive__isnull=False)
         return queryset

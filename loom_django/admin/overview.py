@@ -128,7 +128,8 @@ def _late(late: datetime) -> Iterator[Banner]:
             % {"n": overdue},
             _("Start workers. If they run: their log says what they leave alone, and why."),
         )
-    due = bounded_count(Timer.objects.alias(due=Coalesce("not_before", "wake_at")).filter(due__lt=late))
+    timers = Timer.objects.alias(free=Coalesce("not_before", "wake_at")).filter(free__lt=late)
+    due = bounded_count(timers.exclude(held_until__gte=late))
     if due:
         yield Banner(
             ngettext(

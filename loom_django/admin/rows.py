@@ -24,7 +24,7 @@ class TimerAdmin(ExactSearch, ReadOnlyAdmin):
     list_display_links = None
     list_filter = (DueFilter,)
     ordering = (Coalesce("not_before", "wake_at"), "pk")
-    fields = ("execution_id", "wake_at", "not_before", "redrive", "deadline", "tries")
+    fields = ("execution_id", "wake_at", "not_before", "held_until", "redrive", "deadline", "tries")
     search_column = "execution_id"
 
     @admin.display(description=_("execution"))
@@ -33,11 +33,11 @@ class TimerAdmin(ExactSearch, ReadOnlyAdmin):
 
     @admin.display(description=_("due"))
     def due(self, timer: Any) -> Any:
-        return show.when(timer.not_before or timer.wake_at)
+        return show.when(timer.due)
 
     @admin.display(description=_("from now"))
     def from_now(self, timer: Any) -> str:
-        return show.ago(timer.not_before or timer.wake_at)
+        return show.ago(timer.due)
 
     @admin.display(description=_("kind"))
     def kind(self, timer: Any) -> Any:

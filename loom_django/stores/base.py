@@ -88,7 +88,7 @@ class TimerRow:
 
     ``redrive`` is None for a plain wake and the attempt's number for a re-drive row; an upsert never drops
     the mark. ``deadline`` rows stay until the execution ends. ``not_before`` puts off a row that was
-    refused; ``tries`` counts how often.
+    refused, or tells until when a loop holds it; ``tries`` counts how often it was refused.
     """
 
     execution_id: str
@@ -571,6 +571,8 @@ class TimerStore(Protocol):
         self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
     ) -> list[Due]:
         """Take due rows: no other claim sees them for ``hold`` seconds (their ``not_before`` moves, to one instant).
+
+        What is given back after that stands in line where it stood. A hold need not outlast a crash of the database.
 
         Those that are due longest first; with ``since``, of those that became due then or later. Rows of flows
         outside ``known``, and re-drive rows where ``redrive`` is False, are left out before the limit; a row whose

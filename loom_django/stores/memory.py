@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from operator import itemgetter
 
 from loom_django.errors import StaleFenceError
 from loom_django.kernel.events import TERMINAL, Event, Kind, is_answering
@@ -92,6 +93,9 @@ class _Tables:
     rows: dict[str, _Row] = field(default_factory=dict)
     fences: dict[str, _FenceRow] = field(default_factory=dict)
     timers: defaultdict[str, dict[datetime, TimerRow]] = field(default_factory=lambda: defaultdict(dict))
+    held: dict[tuple[str, datetime], tuple[TimerRow, datetime]] = field(
+        default_factory=dict
+    )  # and since when it is due
     inboxes: defaultdict[str, dict[str, Message]] = field(default_factory=lambda: defaultdict(dict))
     taken: set[int] = field(default_factory=set)
     schedules: dict[str, ScheduleRow] = field(default_factory=dict)
@@ -104,6 +108,7 @@ class _Tables:
             dict(self.rows),
             dict(self.fences),
             defaultdict(dict, {key: dict(rows) for key, rows in self.timers.items()}),
+            dict(self.held),
             defaultdict(dict, {key: dict(inbox) for key, inbox in self.inboxes.items()}),
             set(self.taken),
             dict(self.schedules),
@@ -470,20 +475,30 @@ class MemoryStore:
         self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
     ) -> list[Due]:
         with self._lock:
-            now = self.now()
+            now, tables = self.now(), self._tables
+            line = sorted([(row, self._due_since(row)) for row in self._all_timers()], key=itemgetter(1))
             due = [
-                row
-                for row in sorted(self._all_timers(), key=_due_at)
-                if (since or _due_at(row)) <= _due_at(row) <= now
+                (row, at)
+                for row, at in line
+                if _due_at(row) <= now
+                and (since or at) <= at
                 and (redrive or row.redrive is None)
                 and self._serves(known, row)
             ]
             claimed = []
-            for row in due[:limit]:
+            for row, at in due[:limit]:
                 held = replace(row, not_before=now + timedelta(seconds=hold))
-                self._tables.timers[row.execution_id][row.wake_at] = held
-                claimed.append(Due(held, now, *self._flow_of(row.execution_id), _due_at(row)))
+                tables.timers[row.execution_id][row.wake_at] = held
+                claimed.append(Due(held, now, *self._flow_of(row.execution_id), at))
+            there = {_key(row) for row, _ in line}
+            tables.held = {key: kept for key, kept in tables.held.items() if key in there}
+            tables.held |= {_key(due.row): (due.row, due.at) for due in claimed}
             return claimed
+
+    def _due_since(self, row: TimerRow) -> datetime:
+        """Where it stands in line: a hold keeps it from others, but does not move it."""
+        kept = self._tables.held.get(_key(row))
+        return kept[1] if kept is not None and kept[0] is row else _due_at(row)
 
     def _serves(self, known: Known, row: TimerRow) -> bool:
         there = self._tables.rows.get(row.execution_id)
@@ -894,6 +909,10 @@ def _is_parked(log: Sequence[Event]) -> bool:
     answering = (event for event in reversed(log) if is_answering(event.kind, event.is_kernel))
     newest = next(answering, None)
     return newest is not None and _is_park(newest)
+
+
+def _key(row: TimerRow) -> tuple[str, datetime]:
+    return row.execution_id, row.wake_at
 
 
 def _due_at(row: TimerRow) -> datetime:

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 from django.db import Error, connections, transaction
@@ -565,24 +565,21 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
     ) -> list[Due]:
         names = {"limit": limit, "hold": hold, "redrive": redrive, "since": since, **_flow_filter(known)}
-        rows = sorted(self._due_rows(names), key=itemgetter(6))
+        rows = self._due_rows(names)
         if not rows:
             return []
-        held, now = self._instant(rows[0][4]), self._instant(rows[0][7])  # the same for all of a claim
-        return [
-            Due(
-                TimerRow(execution_id, self._instant(wake_at), redrive, bool(deadline), held, tries),
-                now,
-                flow_id,
-                version,
-                self._instant(at),
-            )
-            for execution_id, wake_at, redrive, deadline, _, tries, at, _, flow_id, version in rows
-        ]
+        held, now = self._instant(rows[0][8]), self._instant(rows[0][9])  # the same for all of a claim
+        dues = []
+        for execution_id, told, redrive, deadline, not_before, tries, flow_id, version, *_ in rows:
+            wake_at = self._instant(told)
+            row = TimerRow(execution_id, wake_at, redrive, bool(deadline), held, tries)
+            dues.append(Due(row, now, flow_id, version, self._time(not_before) or wake_at))
+        dues.sort(key=attrgetter("at"))
+        return dues
 
+    @abstractmethod
     def _due_rows(self, parameters: Mapping[str, Any]) -> list[Row]:
-        """Take due rows: the timer's six columns, when it was due, now, flow and version."""
-        return self._run("claim_due", parameters)
+        """Take due rows: the timer's six columns as they were, flow and version, until when it is held, and now."""
 
     def put_off(self, row: TimerRow, *, delay: float, tries: int) -> None:
         names = {"id": row.execution_id, "wake_at": row.wake_at, "claimed": row.not_before}

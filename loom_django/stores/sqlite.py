@@ -254,12 +254,14 @@ OWN: Final = named(
     Statement(
         "claim_due",
         "Due wakes from an instant on, those due longest first; the filters come before the limit, so that rows "
-        "which this node cannot serve never starve others.",
+        "which this node cannot serve never starve others. Instants come as text, which Django would parse otherwise.",
         f"""
         with known as (select key, value from $known)
-        select t.id, coalesce(t.not_before, t.wake_at), coalesce(x.flow_id, ''), coalesce(x.version, 0)
+        select t.execution_id, cast(t.wake_at as text), t.redrive, t.deadline, cast(t.not_before as text), t.tries,
+            coalesce(x.flow_id, ''), coalesce(x.version, 0), $later(hold), $now, t.id
         from loom_timer t left join loom_execution x on x.id = t.execution_id
         where coalesce(t.not_before, t.wake_at) between coalesce($at(since), '') and $now
+        and (t.held_until is null or t.held_until <= $now)
         and (%(redrive)s or t.redrive is null)
         and (%(any_flow)s or x.id is null or {SERVES})
         order by coalesce(t.not_before, t.wake_at) limit %(limit)s
@@ -268,10 +270,7 @@ OWN: Final = named(
     Statement(
         "hold_timers",
         "Due wakes that were picked are out of sight until their hold is over.",
-        """
-        update loom_timer set not_before = $later(hold) where id in ($list(ids))
-        returning id, execution_id, wake_at, redrive, deadline, not_before, tries
-        """,
+        "update loom_timer set held_until = $later(hold) where id in ($list(ids))",
     ),
     Statement("lanes", "Where to look for work, in order.", f"{LANES} {LANES_IN_ORDER}"),
     Statement(
@@ -572,18 +571,14 @@ class SqliteStore(SqlStore):
     # The rest that SQLite does in its own way.
 
     def _due_rows(self, parameters: Mapping[str, Any]) -> list[Row]:
-        return self._atomically(lambda: self._held_timers({**parameters, "now": self.now()}))
+        def hold() -> list[Row]:
+            one = {**parameters, "now": self.now()}
+            rows = self._run("claim_due", one)
+            if rows:
+                self._run("hold_timers", {**one, "ids": dumps([row[-1] for row in rows])})
+            return rows
 
-    def _held_timers(self, parameters: Mapping[str, Any]) -> list[Row]:
-        due = {number: told for number, *told in self._run("claim_due", parameters)}
-        if not due:
-            return []
-        names = {"ids": dumps(list(due)), "hold": parameters["hold"], "now": parameters["now"]}
-        rows: list[Row] = []
-        for number, *columns in self._run("hold_timers", names):
-            at, flow_id, version = due[number]
-            rows.append((*columns, at, parameters["now"], flow_id, version))
-        return rows
+        return self._atomically(hold)
 
     def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
         def claim() -> list[str]:
@@ -629,7 +624,7 @@ class SqliteStore(SqlStore):
 
     def _time(self, value: datetime | str | None) -> datetime | None:
         if isinstance(value, str):
-            value = datetime.fromisoformat(value)
+            return datetime.fromisoformat(value + "+00:00")
         return None if value is None else value.replace(tzinfo=UTC)
 
     def _recorded(self, instant: datetime) -> str:

@@ -42,13 +42,22 @@ def _list(names: Iterable[str]) -> str:
 _TERMINAL = _list(TERMINAL_STATUSES)
 # As kernel.events.is_answering has it: an unknown kind answers if it carries the kernel's stamp.
 ANSWERS: Final = f"(kind in ({_list(ANSWERING)}) or (is_kernel and kind not in ({_list(KERNEL_KINDS)})))"
-_TIMER = "t.execution_id, $time(t.wake_at), t.redrive, t.deadline, $time(t.not_before), t.tries"
+_TIMER = "t.execution_id, $time(t.wake_at), t.redrive, t.deadline, $time(coalesce(t.held_until, t.not_before)), t.tries"
 UPSERT_TIMER = """
     on conflict (execution_id, wake_at) do update set
         redrive = coalesce(excluded.redrive, loom_timer.redrive),
         deadline = case when excluded.deadline then excluded.deadline else loom_timer.deadline end,
         not_before = excluded.not_before,
+        held_until = null,
         tries = excluded.tries
+"""
+# When the first timer that a loop holds is given back, should that loop have died. What is held is due, and stands at the
+# head of the index; the limit keeps the planner from a walk over the table, and behind so many a loop's next poll finds it.
+_GIVEN_BACK: Final = """
+    select min(held_until) from (
+        select held_until from loom_timer where coalesce(not_before, wake_at) <= $now
+        order by coalesce(not_before, wake_at) limit 1000
+    ) due where held_until > $now
 """
 # A lane is what is ready of one queue and one priority. All lanes are found by an index probe each, however long
 # they are, and each is then read from its head: a plain ORDER BY would sort all that is ready, or walk over all
@@ -403,8 +412,9 @@ SHARED: Final = named(
         "put_off",
         "Only the row that was claimed: one that was written anew since is due at its own time.",
         """
-        update loom_timer set not_before = $later(delay), tries = %(tries)s
-        where execution_id = %(id)s and wake_at = $at(wake_at) and not_before $is $at(claimed)
+        update loom_timer set not_before = $later(delay), held_until = null, tries = %(tries)s
+        where execution_id = %(id)s and wake_at = $at(wake_at)
+        and coalesce(held_until, not_before) $is $at(claimed)
         """,
     ),
     Statement(
@@ -418,16 +428,17 @@ SHARED: Final = named(
         "The wake is done with, unless it was written anew since the claim.",
         """
         delete from loom_timer
-        where execution_id = %(id)s and wake_at = $at(wake_at) and not_before $is $at(claimed)
+        where execution_id = %(id)s and wake_at = $at(wake_at)
+        and coalesce(held_until, not_before) $is $at(claimed)
         """,
         repeatable=True,
     ),
     Statement(
         "retire_redrives",
-        "All that one claim took, which has put them off until the same instant.",
+        "All that one claim took, which holds them until the same instant.",
         """
         delete from loom_timer
-        where execution_id = %(id)s and redrive is not null and not deadline and not_before = $at(claimed)
+        where execution_id = %(id)s and redrive is not null and not deadline and held_until = $at(claimed)
         """,
         repeatable=True,
     ),
@@ -439,10 +450,23 @@ SHARED: Final = named(
     ),
     Statement(
         "next_due",
-        "The first entry of the index of what is due.",
-        """
-        select $time(coalesce(not_before, wake_at)) from loom_timer
-        order by coalesce(not_before, wake_at) limit 1
+        "The first entry of the index of what is due; of rows that are held, what is free or given back first.",
+        f"""
+        select $time(at) from (
+            select case when held_until is null then due else (
+                select min(at) from (
+                    select (
+                        select coalesce(not_before, wake_at) from loom_timer
+                        where held_until is null or held_until <= $now
+                        order by coalesce(not_before, wake_at) limit 1
+                    ) as at union all {_GIVEN_BACK}
+                ) soonest
+            ) end as at
+            from (
+                select coalesce(not_before, wake_at) as due, held_until from loom_timer
+                order by coalesce(not_before, wake_at) limit 1
+            ) head
+        ) next
         """,
         repeatable=True,
     ),
@@ -599,8 +623,12 @@ SHARED: Final = named(
         f"""
         {LANES}
         select $time($now), (
-            select $time(coalesce(not_before, wake_at)) from loom_timer
-            where coalesce(not_before, wake_at) > $now order by coalesce(not_before, wake_at) limit 1
+            select $time(min(at)) from (
+                select (
+                    select coalesce(not_before, wake_at) from loom_timer
+                    where coalesce(not_before, wake_at) > $now order by coalesce(not_before, wake_at) limit 1
+                ) as at union all {_GIVEN_BACK}
+            ) soonest
         ), (
             select min($time((
                 select x.ready_at from loom_execution x

@@ -1535,6 +1535,42 @@ class TimerStoreConformance(StoreConformance):
         self.store.shift_clock(timedelta(seconds=61))
         assert self.due() == [log.id]
 
+    def test_a_row_that_is_given_back_stands_where_it_stood(self) -> None:
+        """A claimer who died costs it no place: by its own time, or by the one until which it was put off."""
+        logs = [self.parked() for _ in range(3)]
+        rows = [
+            TimerRow(logs[0].id, self.at(-30)),
+            TimerRow(logs[1].id, self.at(-40), not_before=self.at(-20)),
+            TimerRow(logs[2].id, self.at(-10)),
+        ]
+        for row in rows:
+            self.store.schedule(row)
+        assert self.due(limit=2) == [logs[0].id, logs[1].id]
+        self.store.shift_clock(timedelta(seconds=61))
+        assert self.due(limit=1, since=self.at(-25)) == [logs[1].id]
+        claimed = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        assert [(due.row.execution_id, due.at) for due in claimed] == [
+            (logs[0].id, self.at(-30)),
+            (logs[2].id, self.at(-10)),
+        ]
+
+    def test_a_row_that_was_given_back_is_put_off_and_retired_as_any_other(self) -> None:
+        """By its second claim, and no more by its first."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        (first,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.shift_clock(timedelta(seconds=61))
+        (second,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        self.store.put_off(first.row, delay=0, tries=9)
+        self.store.retire(log.id, self.at(-1), claimed=first.row)
+        assert self.store.timers(log.id) == [second.row]
+        self.store.put_off(second.row, delay=0, tries=1)
+        (third,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        assert third.row.tries == 1
+        assert third.at > second.now
+        self.store.retire(log.id, self.at(-1), claimed=third.row)
+        assert self.store.timers(log.id) == []
+
     def test_eight_claimers_share_the_due_rows(self) -> None:
         """Each row goes to exactly one of them."""
         logs = [self.parked() for _ in range(40)]
@@ -1663,6 +1699,21 @@ class TimerStoreConformance(StoreConformance):
         self.store.retire(log.id, early - timedelta(days=9))
         following = self.store.next_due()
         assert following is None or following > early
+
+    def test_what_is_held_is_next_due_when_it_is_given_back(self) -> None:
+        """Whoever sleeps until then finds what a dead claimer has left; and before that what is free."""
+        log = self.parked()
+        self.store.schedule(TimerRow(log.id, self.at(-1)))
+        self.store.schedule(TimerRow(log.id, self.at(300)))
+        (due,) = self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+        assert self.store.next_due() == self.store.upcoming().timer == due.row.not_before
+        self.store.schedule(TimerRow(log.id, self.at(30)))
+        assert self.store.next_due() == self.store.upcoming().timer == self.at(30)
+        self.store.shift_clock(timedelta(seconds=61))
+        due_now = self.store.next_due()
+        assert due_now is not None
+        assert due_now <= self.store.now()
+        assert self.store.upcoming().timer == self.at(300)
 
 
 class LeaseStoreConformance(StoreConformance):

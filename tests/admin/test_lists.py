@@ -13,7 +13,7 @@ from loom_django.admin.base import MOST_ROWS, BoundedPaginator
 from loom_django.models import Execution
 from loom_django.runtime import loom
 from tests.admin import flows
-from tests.admin.conftest import client_of, diverged, in_doubt, make_user, question, url, verdict
+from tests.admin.conftest import client_of, diverged, in_doubt, make_user, put_off, question, url, verdict
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -243,8 +243,10 @@ def test_timers_are_listed_soonest_first(console):
     page = console.get(url("timer_changelist"))
     assert [timer.execution_id for timer in page.context["cl"].result_list] == ["soon", "late"]
     assert url("execution_change", "soon") in page.content.decode()
-    overdue = console.get(url("timer_changelist", due="overdue")).context["cl"].result_list
-    assert list(overdue) == []
+    put_off("held")
+    for due, ids in (("overdue", []), ("later", ["held", "soon", "late"])):
+        rows = console.get(url("timer_changelist", due=due)).context["cl"].result_list
+        assert [timer.execution_id for timer in rows] == ids
 
 
 def test_leases_are_listed_with_their_holder(console):

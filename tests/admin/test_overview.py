@@ -84,6 +84,8 @@ def test_without_a_loop_what_sleeps_is_not_woken(console):
         ("loom_timer", {"wake_at": 60}, "1 timer is overdue by more than READY_GRACE."),
         ("loom_timer", {"wake_at": 10}, None),
         ("loom_timer", {"wake_at": 60, "not_before": -60}, None),
+        ("loom_timer", {"wake_at": 60, "held_until": -5}, None),
+        ("loom_timer", {"wake_at": 60, "held_until": 45}, "1 timer is overdue by more than READY_GRACE."),
         (
             "loom_execution",
             {**LEFT, "ready_at": 60},
@@ -98,7 +100,7 @@ def test_without_a_loop_what_sleeps_is_not_woken(console):
     ],
 )
 def test_what_nobody_looks_after_is_told(console, table, columns, told):
-    """Overdue timers, ended leases, what is ready for too long; a little late, or put off, is no banner."""
+    """Overdue timers, ended leases, what is ready for too long; a little late, put off, or in hand, is no banner."""
     a_loop_was_seen()
     flows.nap.using(execution_id="nap").start()
     put(table, **columns)

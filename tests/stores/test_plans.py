@@ -141,6 +141,24 @@ class TestPlans(StoreConformance):
         assert len(looks) == len(batches)
         assert len(sent.captured_queries) <= (len(batches) if on_postgresql() else 1 + 4 * len(batches))
 
+    @pytest.mark.skipif("not on_postgresql()", reason="of PostgreSQL alone")
+    def test_a_claim_is_planned_once_and_writes_no_index(self) -> None:
+        """However much is due, once the server has looked at a few; and the rows are rewritten in their pages."""
+        connection.close()  # with what it has planned
+        add_timers(DUE, ahead=-3600)
+        with transaction.atomic(), connection.cursor() as cursor:
+            assert [self.due(10) for _ in range(20)] == [10] * 20
+            cursor.execute(
+                "select n_tup_upd, n_tup_hot_upd from pg_stat_xact_user_tables where relname = 'loom_timer'"
+            )
+            updated, in_place = cursor.fetchone()
+            assert updated == 200
+            assert in_place > 170
+            cursor.execute(
+                "select generic_plans from pg_prepared_statements where statement like '%update loom_timer set held%'"
+            )
+            assert cursor.fetchone() == (15,)
+
     def test_a_large_batch_walks_over_no_table(self) -> None:
         """Its rows are reached by the index and by their places, however many others there are."""
         add_timers(DUE, ahead=-3600)

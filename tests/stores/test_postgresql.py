@@ -441,6 +441,26 @@ class TestNoDeadlock(Postgres):
         assert [one.execution_id for one in ready] == [logs[1].id]
         assert [one.row.execution_id for one in due] == [logs[1].id]
 
+    def test_a_hold_does_not_wait_for_the_disk(self):
+        """Whoever loses it by a crash of the server has lost the connection too; a caller's transaction waits as ever."""
+        log = self.started()
+        on, unwritten = [("on",)], "select pg_current_wal_insert_lsn() > pg_current_wal_flush_lsn()"
+
+        def claim() -> None:
+            self.store.schedule(TimerRow(log.id, self.store.now()))
+            assert self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+
+        for _ in range(50):  # the server writes it a moment later, and may be quicker than the look
+            claim()
+            if self.store._execute(unwritten) == [(True,)]:
+                break
+        else:
+            pytest.fail("each was on disk")
+        assert self.store._execute("show synchronous_commit") == on
+        with transaction.atomic():
+            claim()
+            assert self.store._execute("show synchronous_commit") == on
+
 
 class TestIsolation(Postgres):
     """A server whose default is stricter than READ COMMITTED is served too."""
