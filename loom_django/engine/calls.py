@@ -84,13 +84,18 @@ def moved(context: contextvars.Context, call: Callable[[], T]) -> T:
 
 
 async def boxed(call: Callable[[], Any]) -> Outcome:
-    """Await a call and return how it ended: a SystemExit let into a task would end the loop around it."""
+    """Await a call and return how it ended: a SystemExit let into a task would end the loop around it.
+
+    How long it took is told without the turns of a busy loop before its first step and behind its last.
+    """
+    started = time.monotonic()
     try:
-        return Outcome(value=await call())
+        value = await call()
     except asyncio.CancelledError:
         raise
     except BaseException as exc:
-        return Outcome(error=exc)
+        return Outcome(error=exc, elapsed=time.monotonic() - started)
+    return Outcome(value=value, elapsed=time.monotonic() - started)
 
 
 # Where sync_to_async does its work.

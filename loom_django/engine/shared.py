@@ -401,8 +401,10 @@ class _TaskCall(Call):
     def _over(self, task: asyncio.Task[Outcome]) -> None:
         with self._lock:
             self._running = None
-        made = Outcome(error=asyncio.CancelledError()) if task.cancelled() else task.result()
-        outcome = Outcome(made.value, made.error, elapsed=self.elapsed)
+        cancelled = task.cancelled()
+        outcome = (
+            Outcome(error=asyncio.CancelledError(), elapsed=self.elapsed) if cancelled else task.result()
+        )
         if self._scope.rest():
             self.place.spawn(self._clear(outcome))
         else:

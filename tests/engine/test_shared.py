@@ -20,6 +20,7 @@ from loom_django.engine import calls, shared
 from loom_django.engine.drive import abandoned
 from loom_django.engine.outside import note
 from loom_django.engine.shared import STORE_THREADS, TOOL_THREADS
+from loom_django.engine.steps import CARRY_LIMIT
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
@@ -87,6 +88,33 @@ def eventually(so: Callable[[], bool]) -> None:
     while not so():
         assert time.monotonic() < end, "it does not come about"
         time.sleep(0.005)
+
+
+def test_a_tool_is_as_quick_as_it_is_however_busy_the_loop(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its outcome is carried to the next append, though the loop has turned to others before it saw the end."""
+
+    @tool
+    async def returns(ctx: StepContext) -> int:
+        asyncio.get_running_loop().call_soon(time.sleep, 3 * CARRY_LIMIT)  # others, as it were
+        return 1
+
+    @flow("s.quick", steps=[returns])
+    async def body(ctx: AsyncFlowContext) -> int:
+        return await ctx.run(returns)
+
+    store: Any = site.world.engine.store
+    landed: list[int] = []
+    plain = store.append_shared
+    monkeypatch.setattr(
+        store,
+        "append_shared",
+        lambda commits: landed.extend(len(one.events) for one in commits) or plain(commits),
+    )
+    handle = body.start()
+    assert site.run(handle) == [Status.COMPLETED]
+    assert landed == [1, 2]
 
 
 def test_many_bodies_run_at_a_time_in_one_thread(site: Site) -> None:
