@@ -202,6 +202,13 @@ class Body:
     def misuse(self, error: BaseException | None) -> None:
         self.shared.misuse = error
 
+    def over(self) -> None:
+        """The run is over: its log, with all values in it, goes with the last who holds the body, and not with a cycle
+        that waits for the collection of garbage."""
+        self.shared.bodies.clear()
+        if self.shared.sealed is not None:
+            self.shared.sealed.__traceback__ = None
+
     # Entering and leaving.
 
     @property

@@ -51,7 +51,11 @@ def in_scope(body: Body, branches: Mapping[str, Any], settle: bool) -> Steps[dic
     """Run branches in the next scope of a body; like the public form, without its checks."""
     number = body.count("parallel")
     path = f"{body.path}.{number}" if body.path else str(number)
-    return (yield from _Scope(body, path, branches, settle).run())
+    scope = _Scope(body, path, branches, settle)
+    try:
+        return (yield from scope.run())
+    finally:
+        scope.branches, scope.failed = [], []  # each of them holds the scope
 
 
 def _check(body: Body, branches: object) -> None:

@@ -95,6 +95,7 @@ def run_execution(
             return _run(body, token)
     finally:
         engine.keeper.drop(execution_id, token)
+        body.over()
 
 
 async def run_shared(
@@ -135,7 +136,9 @@ async def run_shared(
             await place.do(close)
         return await place.carry_out(_ended(body, token, value, raised))
     finally:
+        raised = None  # its traceback holds this frame
         engine.keeper.drop(execution_id, token)
+        body.over()
 
 
 def _entered(
@@ -217,7 +220,10 @@ def _run(body: Body, token: int) -> Ended:
         value = driver.run_body(carried_out(_call_of(body)))
     except BaseException as exc:
         raised = exc
-    return carried_out(_ended(body, token, value, raised))
+    try:
+        return carried_out(_ended(body, token, value, raised))
+    finally:
+        raised = None  # its traceback holds this frame
 
 
 def _call_of(body: Body) -> Landing[Callable[[], Any]]:

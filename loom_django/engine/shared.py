@@ -284,6 +284,9 @@ class BodyLoop:
     def forget(self, scope: _Scope) -> None:
         """What a scope was made for is over."""
         self._scopes.discard(scope)
+        for task in tuple(scope.tasks):
+            if task.done():  # which holds the scope by its context, and what it has returned
+                scope.tasks.discard(task)
 
     @staticmethod
     def _new_task(

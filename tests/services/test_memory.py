@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+import weakref
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from django.db import connection
 
-from loom_django import FlowContext, flow
+from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
+from loom_django.definitions import Flow
+from loom_django.engine.body import Body
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.loop import Loop, Service
 from loom_django.services.recovery import RecoveryService
@@ -109,3 +112,63 @@ def test_executions_that_were_served_are_not_kept(world: World, monkeypatch: pyt
         tracemalloc.stop()
         worker.drain(10)
     assert kept < 100_000
+
+
+@tool
+def plain(ctx: StepContext) -> int:
+    return 1
+
+
+@tool
+async def awaited(ctx: StepContext) -> int:
+    return 1
+
+
+@flow("mem.plain", steps=[plain])
+def plain_body(ctx: FlowContext) -> None:
+    ctx.run(plain)
+    ctx.parallel({"a": plain.bind(), "b": lambda ctx: ctx.run(plain)})
+    ctx.suspend("Go")
+
+
+@flow("mem.awaited", steps=[plain, awaited])
+async def awaited_body(ctx: AsyncFlowContext) -> None:
+    async def branch(ctx: AsyncFlowContext) -> int:
+        return await ctx.run(awaited)
+
+    await ctx.run(plain)
+    await ctx.parallel({"a": awaited.bind(), "b": branch})
+    await ctx.suspend("Go")
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param("database", marks=pytest.mark.django_db(transaction=True))], indirect=True
+)
+@pytest.mark.parametrize("body", [plain_body, awaited_body])
+def test_a_run_that_parks_or_ends_leaves_nothing_to_the_collection_of_garbage(
+    world: World, monkeypatch: pytest.MonkeyPatch, body: Flow[[], None]
+) -> None:
+    """Its log may be of megabytes, and a worker collects seldom."""
+    ran: list[weakref.ref[Body]] = []
+    plainly = Body.__init__
+
+    def noted(self: Body, *args: Any, **kwargs: Any) -> None:
+        ran.append(weakref.ref(self))
+        plainly(self, *args, **kwargs)
+
+    monkeypatch.setattr(Body, "__init__", noted)
+    loop, worker = loop_over(world)
+    handle = body.start()
+    gc.collect()
+    gc.disable()
+    try:
+        while handle.status != "SUSPENDED" or worker.running:
+            loop.turn()
+        world.loom.resume(handle.id, event_type="Go")
+        while handle.status != "COMPLETED" or worker.running:
+            loop.turn()
+        assert worker.drain(10)
+        assert len(ran) >= 4
+        assert [ref for ref in ran if ref() is not None] == []
+    finally:
+        gc.enable()
