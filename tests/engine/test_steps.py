@@ -176,6 +176,24 @@ def test_a_step_asked_for_twice_is_refused_with_both_lines(world: World) -> None
     assert "key#after" not in str(world.state(handle).frames)
 
 
+def test_the_lines_that_a_refusal_names_are_the_flows(world: World) -> None:
+    """To the number, whichever way a step was asked for."""
+    caught: list[DuplicateStepError] = []
+
+    @flow("t.lines", steps=[key])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(key.keyed("a"))
+        try:
+            ctx.run_step("key#a")
+        except DuplicateStepError as exc:
+            caught.append(exc)
+
+    body.start()
+    first = body.func.__code__.co_firstlineno + 2
+    assert caught[0].first_line == f"test_steps.py:{first} by key.keyed('a')"
+    assert caught[0].second_line == f"test_steps.py:{first + 2} by its id"
+
+
 def test_calling_a_tool_or_a_flow_directly_says_what_to_do(world: World) -> None:
     """A tool called like a function would run unrecorded, so it is not callable."""
 
