@@ -1052,7 +1052,8 @@ def is_aware(when: object) -> bool:
 
 def source_place() -> Place:
     """Where the flow made the call that :meth:`Body.enter` admits: the nearest frame outside this package."""
-    frame = sys._getframe(3)  # that and its caller are of this package; each frame that is looked at is made for it
+    # enter() and its caller are of this package. Each frame that is looked at is made for it.
+    frame = sys._getframe(3)
     while not (name := _name_outside(frame.f_code.co_filename)) and frame.f_back is not None:
         frame = frame.f_back
     return name, frame.f_lineno

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +19,8 @@ from typing import Any, Final
 
 from loom_django.definitions import Outcome as BranchOutcome
 from loom_django.definitions import Step
-from loom_django.engine.body import Body, BranchBody, Parked
-from loom_django.engine.drive import CutOff, Driver, Enter, Join, Land, Landing, Outcome, Steps
+from loom_django.engine.body import UNANSWERED, Body, BranchBody, Parked
+from loom_django.engine.drive import CutOff, Driver, Enter, Join, Land, Landing, Outcome, Steps, carried_out
 from loom_django.engine.drive_async import AsyncDriver
 from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError, LoomError
@@ -113,22 +114,42 @@ class _Branch:
         self.value: Any = None
         self.error: BaseException | None = None
         self.waiting = False
+        self.step_id = ""  # of a bound step that was asked for
 
     def enter(self, driver: Driver) -> Callable[[], Any]:
         from loom_django.engine.context import AsyncFlowContext, FlowContext
 
-        body = self.body = self.scope.body.branch(self.path, driver)
-        body.closed = self.scope.closed
+        body = self.body or self._made(driver)
+        body.driver, body.thread = driver, threading.get_ident()
         context: Any = AsyncFlowContext(body) if isinstance(driver, AsyncDriver) else FlowContext(body)
         if isinstance(self.what, Step):
-            body.bound_at = self.scope.place
-            return lambda: context.run(self.what.tool, *self.what.args, **self.what.kwargs)
-        if isinstance(self.what, Inner):
-            body.bound_at = self.scope.place
-            asked = self.what.steps(body)
-            named = (self.what.name,) if isinstance(driver, AsyncDriver) else ()
-            return lambda: context._do(*named, asked)
-        return lambda: self.what(context)
+            name, asked = "run", self._perform(body, self.what)
+        elif isinstance(self.what, Inner):
+            name, asked = self.what.name, self.what.steps(body)
+        else:
+            return lambda: self.what(context)
+        named = (name,) if isinstance(driver, AsyncDriver) else ()
+        return lambda: context._do(*named, asked)
+
+    def ask(self) -> Outcome | None:
+        """Ask for a bound step where the rules run; its outcome, unless it is to be performed."""
+        body = self._made(self.scope.body.driver)
+        try:
+            self.step_id, answer = body.ask_to_run(self.what.tool)
+        except (Exception, Unwind) as exc:
+            return Outcome(error=exc)
+        return None if answer is UNANSWERED else Outcome(answer)
+
+    def _made(self, driver: Driver) -> BranchBody:
+        body = self.body = self.scope.body.branch(self.path, driver)
+        body.closed = self.scope.closed
+        if isinstance(self.what, Step | Inner):
+            body.bound_at = body.place = self.scope.place
+        return body
+
+    def _perform(self, body: Body, step: Step[Any]) -> Steps[Any]:
+        yield Enter(partial(body.enter, "run"))
+        return (yield from body.perform(self.step_id, step.tool, step.args, step.kwargs))
 
     def end(self, outcome: Outcome) -> Landing[None]:
         body = self.body
@@ -182,11 +203,12 @@ class _Scope:
     def run(self) -> Steps[dict[str, Any]]:
         body, left = self.body, self.branches
         while True:
-            body.joined = True
-            try:
-                yield Join(left, self._interrupted)
-            finally:
-                body.joined = False
+            if left := (yield from self._ask(left)):
+                body.joined = True
+                try:
+                    yield Join(left, self._interrupted)
+                finally:
+                    body.joined = False
             self._raise_what_stops()
             if (before := self._failed_before()) is not None:
                 yield from body.before_reopening(self.path, before)
@@ -204,6 +226,18 @@ class _Scope:
             # A wake that came since a branch has looked refuses the park: those that wait look again.
             yield Land(partial(self._park, waiting))
             left = self._run_again(waiting)
+
+    def _ask(self, branches: list[_Branch]) -> Steps[list[_Branch]]:
+        """Ask for the bound steps here, so that no thread or task is made for what the log holds; the others."""
+        left = []
+        for branch in branches:
+            if not isinstance(branch.what, Step) or (outcome := branch.ask()) is None:
+                left.append(branch)
+            elif self.body.journal.kept:
+                yield Land(partial(branch.end, outcome))
+            else:
+                carried_out(branch.end(outcome))
+        return left
 
     def _interrupted(self, error: BaseException) -> None:
         self.body.seal(Why.INTERRUPTED, error)

@@ -22,7 +22,7 @@ from loom_django import (
     flow,
     tool,
 )
-from loom_django.engine.parallel import _Scope
+from loom_django.engine.parallel import _Branch, _Scope
 from loom_django.errors import (
     ContextMisuseError,
     DuplicateBranchError,
@@ -139,6 +139,38 @@ def test_branches_really_run_side_by_side(world: World) -> None:
 
     assert body.start().result() == {"a": 0, "b": 0, "c": 0}
     assert abody.start().result() == {"a": 0, "b": 0, "c": 0}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_bound_steps_that_the_log_holds_are_answered_where_the_scope_is(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """No thread or task is made for them, whether they succeeded or failed; the others of the scope run."""
+
+    @flow("p.plain", steps=[ship, refuse])
+    def plain(ctx: FlowContext) -> list[Any]:
+        told = ctx.parallel(
+            {"a": ship.bind("a"), "b": refuse.bind(), "c": ship.keyed("c").bind("c")}, settle=True
+        )
+        ctx.suspend("Go")
+        return [told["a"].value, str(told["b"].error), told["c"].value]
+
+    @flow("p.awaited", steps=[ship, refuse])
+    async def awaited(ctx: AsyncFlowContext) -> list[Any]:
+        told = await ctx.parallel(
+            {"a": ship.bind("a"), "b": refuse.bind(), "c": ship.keyed("c").bind("c")}, settle=True
+        )
+        await ctx.suspend("Go")
+        return [told["a"].value, str(told["b"].error), told["c"].value]
+
+    handle = (awaited if is_async else plain).start()
+    with monkeypatch.context() as patch:
+        patch.delattr(_Branch, "enter")
+        world.loom.resume(handle.id, event_type="Go")
+    a, b, c = handle.result()
+    assert (a, c) == ("a as ship#1.a", "c as ship#c")
+    assert "no" in b
+    assert set(CALLS.values()) == {1}
 
 
 def test_more_branches_than_threads(world: World) -> None:
