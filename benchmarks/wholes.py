@@ -97,6 +97,7 @@ class Whole:
     levels: tuple[int, ...] = (64,)
     reads: bool = False
     most_runs: int | None = None  # of what takes long; the figures say how many they are of
+    many: int | None = None  # pieces at 64, where few would be over before all are at work
     backends: tuple[str, ...] = backends.BACKENDS
 
 
@@ -197,9 +198,11 @@ def start_all(bench: Bench, count: int, level: int) -> None:
 
 
 WHOLES: Final = (
-    Whole("worker, 1 step", lambda bench, n: ready(bench, one_step, n, ORDER), drain, 320, (1, 8, 64)),
-    Whole("worker, 5 steps", lambda bench, n: ready(bench, steps, n, ORDER, 5), drain, 128),
-    Whole("worker, 20 steps", lambda bench, n: ready(bench, steps, n, ORDER, 20), drain, 64),
+    Whole(
+        "worker, 1 step", lambda bench, n: ready(bench, one_step, n, ORDER), drain, 320, (1, 8, 64), many=3000
+    ),
+    Whole("worker, 5 steps", lambda bench, n: ready(bench, steps, n, ORDER, 5), drain, 1000),
+    Whole("worker, 20 steps", lambda bench, n: ready(bench, steps, n, ORDER, 20), drain, 300),
     Whole("worker, 100 steps", lambda bench, n: ready(bench, steps, n, ORDER, 100), drain, 16),
     Whole(
         "worker, async, 1 step",
@@ -207,9 +210,10 @@ WHOLES: Final = (
         drain,
         320,
         (1, 8, 64),
+        many=3000,
     ),
-    Whole("worker, async, 5 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 5), drain, 128),
-    Whole("worker, async, 20 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 20), drain, 64),
+    Whole("worker, async, 5 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 5), drain, 1000),
+    Whole("worker, async, 20 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 20), drain, 300),
     Whole("worker, a transactional step", lambda bench, n: ready(bench, transactional, n, ORDER), drain, 160),
     Whole("start only", lambda bench, n: n, start_all, 320, (1,)),
     Whole("timers drained", due, wake, 320),
@@ -277,18 +281,19 @@ def measure(
 def _measured(backend: str, bare: backends.Bare, whole: Whole, level: int, runs: int) -> dict[str, Any]:
     backends.say(backend, level, whole.name)
     bench = Bench(backends.make_store(backend))
-    beside = _reading(bare, whole) if whole.reads else _writing(bench, bare, whole, level)
+    pieces = whole.many if level == 64 and whole.many is not None else whole.pieces
+    beside = _reading(bare, whole) if whole.reads else _writing(bench, bare, whole, level, pieces)
     runs = min(runs, whole.most_runs or runs)
     with rare_collections():  # as the worker's command
-        pairs = [(_run(bench, whole, level), beside()) for _ in range(runs)]
+        pairs = [(_run(bench, whole, level, pieces), beside()) for _ in range(runs)]
     ours, theirs = zip(*pairs, strict=True)
     return {
         "backend": backend,
         "concurrency": level,
         "case": whole.name,
-        "pieces": whole.pieces,
+        "pieces": pieces,
         "per_second": median(run.rate for run in ours),
-        "seconds": median(whole.pieces / run.rate for run in ours),
+        "seconds": median(pieces / run.rate for run in ours),
         "cpu_us": median(run.cpu_us for run in ours),
         "times_bare": paired(ours, theirs),
         "times_bare_cpu": paired_cpu(ours, theirs),
@@ -303,16 +308,16 @@ def _reading(bare: backends.Bare, whole: Whole) -> Callable[[], Timed]:
     return lambda: timed(whole.pieces, lambda: bare.read(key))
 
 
-def _writing(bench: Bench, bare: backends.Bare, whole: Whole, level: int) -> Callable[[], Timed]:
+def _writing(bench: Bench, bare: backends.Bare, whole: Whole, level: int, pieces: int) -> Callable[[], Timed]:
     appends = shape_of(bench, whole, level)
     # On SQLite 64 writers with connections of their own starve each other, so the bare loop gets 8.
     threads = min(level, 8) if backends.is_sqlite(bare.backend) else level
-    return lambda: _crowd(bare.backend, threads, whole.pieces, lambda _: bare.write(appends))
+    return lambda: _crowd(bare.backend, threads, pieces, lambda _: bare.write(appends))
 
 
-def _run(bench: Bench, whole: Whole, level: int) -> Timed:
-    prepared = whole.prepare(bench, whole.pieces)
-    return timed(whole.pieces, lambda: whole.work(bench, prepared, level))
+def _run(bench: Bench, whole: Whole, level: int, pieces: int) -> Timed:
+    prepared = whole.prepare(bench, pieces)
+    return timed(pieces, lambda: whole.work(bench, prepared, level))
 
 
 def _crowd(backend: str, level: int, pieces: int, work: Callable[[Any], object]) -> Timed:
