@@ -226,7 +226,7 @@ class Body:
         driver = self.driver
         self.place = self.bound_at or source_place()  # here: rules may run on the stack of another thread
         if driver.closed:
-            raise Unwind(Why.INTERRUPTED)  # the body has ended; this is what it left running
+            self._refuse_late(what)
         if self.sealed is not None:
             raise self.sealed
         if driver.stop.is_set():
@@ -264,7 +264,7 @@ class Body:
         if self.driver.in_body() and not self.driver.closed:
             return
         if self.driver.closed:
-            raise Unwind(Why.INTERRUPTED)
+            self._refuse_late(what)
         if self.sealed is not None:
             raise self.sealed
         self.refuse(
@@ -274,6 +274,11 @@ class Body:
                 f"threads and tasks belong inside one tool."
             )
         )
+
+    def _refuse_late(self, what: str) -> NoReturn:
+        """Refuse a call that comes when the body has ended: from what it left running, or from a body after it."""
+        error = _late_call(what)
+        raise Unwind(Why.OVER, error) if self.flow.is_async else error
 
     def refuse(self, error: LoomError) -> NoReturn:
         """Raise misuse, and let nothing of this body be dispatched after it."""
@@ -932,6 +937,12 @@ class BranchBody(Body):
         self.parked: Parked | None = None
         self._stopped: Unwind | None = None
 
+    def _refuse_late(self, what: str) -> NoReturn:
+        if self.parent.driver.closed:
+            self.parent._refuse_late(what)
+        self.raise_seal()
+        self.refuse(_late_call(what))
+
     @property
     def sealed(self) -> Unwind | None:
         around = self.parent.sealed
@@ -978,6 +989,12 @@ class BranchBody(Body):
         self.parked = Parked(reason, waits, wakes)
         yield from ()  # its scope writes the park
         raise self.stop(Why.WAITING)
+
+
+def _late_call(what: str) -> ContextMisuseError:
+    return ContextMisuseError(
+        f"ctx.{what} was called on the ctx of a flow or a branch that had ended: use the ctx that the function is given"
+    )
 
 
 def _recorded_facts(journal: Journal) -> int:

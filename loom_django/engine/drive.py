@@ -178,6 +178,7 @@ class Driver:
         self._here = one_thread or calls.in_testcase()
         self._call: Call | None = None
         self._interrupted = False
+        self._left = False
 
     @property
     def sequential(self) -> bool:
@@ -187,7 +188,7 @@ class Driver:
     @property
     def closed(self) -> bool:
         """True when the body has ended: what it left running may do nothing more."""
-        return False
+        return self._left
 
     def in_body(self) -> bool:
         """True where the body itself runs, rather than something that it has set going beside it."""

@@ -81,7 +81,6 @@ class AsyncDriver(Driver):
         self._asked: list[Callable[[], None]] = []
         self._wake: asyncio.Future[None] | None = None
         self._cut = False
-        self._left = False
 
     # The body's, of a branch's driver.
     _root: AsyncDriver | None = None

@@ -106,6 +106,7 @@ class SyncDriver(Driver):
         try:
             return call()
         finally:
+            self._left = True
             self._own.close()
 
 

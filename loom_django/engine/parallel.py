@@ -22,7 +22,7 @@ from loom_django.definitions import Step
 from loom_django.engine.body import UNANSWERED, Body, BranchBody, Parked
 from loom_django.engine.drive import CutOff, Driver, Enter, Join, Land, Landing, Outcome, Steps, carried_out
 from loom_django.engine.drive_async import AsyncDriver
-from loom_django.engine.unwind import Unwind, Why
+from loom_django.engine.unwind import Unwind, Why, late_call
 from loom_django.errors import ContextMisuseError, DuplicateBranchError, InvalidInputError, LoomError
 from loom_django.kernel import codec, keys
 from loom_django.kernel.events import Encoded, Kind
@@ -156,6 +156,8 @@ class _Branch:
         if body is not None:
             body.shared.bodies.remove(body)
             yield from self._land(body)
+            if (late := late_call(outcome.error)) is not None:
+                outcome = Outcome(error=_refused(body, late))
             if outcome.error is None and body.unawaited:
                 forgotten = ", ".join(sorted(set(body.unawaited.values())))
                 problem = f"ctx.{forgotten} was not awaited before branch {self.name!r} ended: write await"
@@ -180,10 +182,10 @@ class _Branch:
         return BranchOutcome(ok=True, value=self.value)
 
 
-def _refused(body: Body, error: ContextMisuseError) -> ContextMisuseError:
+def _refused(body: Body, error: LoomError) -> LoomError:
     try:
         body.refuse(error)
-    except ContextMisuseError as refused:
+    except LoomError as refused:
         return refused
 
 

@@ -31,7 +31,7 @@ from loom_django.engine.outside import open_journal
 from loom_django.engine.shared import BodyLoop, SharedDriver
 from loom_django.engine.steps import recorded_error
 from loom_django.engine.transactions import leave_transaction_of
-from loom_django.engine.unwind import Unwind, Why
+from loom_django.engine.unwind import Unwind, Why, late_call
 from loom_django.errors import (
     MAX_NAMED_STEPS,
     ContextMisuseError,
@@ -245,6 +245,8 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
         body.misuse = ContextMisuseError(
             f"ctx.{forgotten} was not awaited before the flow returned: write await"
         )
+    if body.sealed is None and (late := late_call(raised)) is not None:
+        body.misuse = late
     for left in (body.sealed, raised):
         if isinstance(left, Unwind) and left.why is Why.CRASHED:
             return Ended.LOST

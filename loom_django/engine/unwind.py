@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 
+from loom_django.errors import LoomError
+
 
 class Why(enum.Enum):
     """Why a body was left."""
@@ -20,6 +22,7 @@ class Why(enum.Enum):
     REFUSED = "refused"  # this code cannot read what the log holds; nothing is wrong with the execution
     DIVERGED = "diverged"  # it does not ask for what the log holds; it is to park on a gate
     INTERRUPTED = "interrupted"  # this process is told to end
+    OVER = "over"  # it had ended before its context was called; of whoever called, not of that body
     WAITING = "waiting"  # a parallel branch waits; its scope parks when no other branch runs
     SIBLING = "sibling"  # another branch of the scope has failed
     CRASHED = "crashed"  # the testing kit stops the run as a kill would: nothing more is written
@@ -32,3 +35,9 @@ class Unwind(BaseException):
         super().__init__(why.value)
         self.why = why
         self.cause = cause
+
+
+def late_call(raised: BaseException | None) -> LoomError | None:
+    """What is wrong with a body, or a branch, that called the context of another that had ended, and was left by that."""
+    late = raised.cause if isinstance(raised, Unwind) and raised.why is Why.OVER else None
+    return late if isinstance(late, LoomError) else None

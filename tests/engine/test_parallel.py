@@ -563,3 +563,41 @@ def test_facts_of_branches_are_there_once(world: World) -> None:
     world.loom.resume(handle.id, event_type="Go")
     assert world.kinds(handle.id).count("told") == 1
     assert world.kinds(handle.id).count("RESOURCE_METERED") == 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("by", ["flow", "sibling"])
+def test_the_ctx_of_a_branch_that_has_ended_is_not_to_be_used(world: World, by: str, is_async: bool) -> None:
+    """Misuse, told to the flow: the execution is not handed back for ever, and no branch is taken for done."""
+    kept: list[Any] = []
+
+    @flow("p.late", steps=[ship])
+    def plain(ctx: FlowContext) -> None:
+        def first(branch: FlowContext) -> None:
+            kept.append(branch)
+
+        def second(branch: FlowContext) -> None:
+            kept.pop().run(ship, "late")
+
+        ctx.parallel({"first": first})
+        if by == "flow":
+            kept.pop().run(ship, "late")
+        ctx.parallel({"second": second})
+
+    @flow("p.alate", steps=[ship])
+    async def awaited(ctx: AsyncFlowContext) -> None:
+        async def first(branch: AsyncFlowContext) -> None:
+            kept.append(branch)
+
+        async def second(branch: AsyncFlowContext) -> None:
+            await kept.pop().run(ship, "late")
+
+        await ctx.parallel({"first": first})
+        if by == "flow":
+            await kept.pop().run(ship, "late")
+        await ctx.parallel({"second": second})
+
+    handle = (awaited if is_async else plain).start()
+    with pytest.raises(ExecutionFailedError, match="a branch that had ended"):
+        handle.result()
+    assert not CALLS

@@ -117,6 +117,29 @@ def test_a_tool_is_as_quick_as_it_is_however_busy_the_loop(
     assert landed == [1, 2]
 
 
+def test_a_body_that_calls_the_ctx_of_one_before_it_fails(site: Site) -> None:
+    """It is not handed back, to be run again and again."""
+    kept: list[AsyncFlowContext] = []
+
+    @tool
+    def plain(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.kept", steps=[plain])
+    async def body(ctx: AsyncFlowContext) -> int:
+        kept.append(ctx)
+        return await kept[0].run(plain)
+
+    first = body.start()
+    assert site.run(first) == [Status.COMPLETED]
+    second = body.start()
+    assert site.run(first, second) == [Status.COMPLETED, Status.FAILED]
+    error = site.world.state(second).error
+    assert error is not None
+    assert error["type"] == "loom_django.errors.ContextMisuseError"
+    assert len(kept) == 2
+
+
 def test_many_bodies_run_at_a_time_in_one_thread(site: Site) -> None:
     """As many as there may be, all inside their tools at once; threads and connections are far fewer."""
     inside: set[str] = set()

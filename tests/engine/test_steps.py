@@ -17,7 +17,7 @@ from loom_django import (
     flow,
     tool,
 )
-from loom_django.errors import DirectCallError, DuplicateStepError
+from loom_django.errors import ContextMisuseError, DirectCallError, DuplicateStepError
 from loom_django.kernel.state import FrameStatus, Status
 from tests.engine.conftest import World
 
@@ -643,3 +643,24 @@ def test_deferred_facts_wait_and_what_must_be_durable_does_not(world: World) -> 
     world.loom.send(handle.id, "m", 1)
     assert handle.result() == 1
     assert "MESSAGE_CONSUMED" in seen[-1]
+
+
+def test_a_ctx_that_is_kept_does_nothing_when_its_flow_has_ended(world: World) -> None:
+    """Nothing runs and nothing is written behind the end, whoever calls: a body after it fails by the call."""
+    kept: list[FlowContext] = []
+
+    @flow("t.kept", steps=[key])
+    def body(ctx: FlowContext) -> Any:
+        kept.append(ctx)
+        return kept[0].run(key.keyed(f"{len(kept)}"))
+
+    first = body.start()
+    kinds = world.kinds(first.id)
+    for late in (lambda: kept[0].run(key), lambda: kept[0].emit("Late"), lambda: kept[0].suspend("Late")):
+        with pytest.raises(ContextMisuseError, match="a flow or a branch that had ended"):
+            late()
+    error = world.state(body.start()).error
+    assert error is not None
+    assert error["type"] == "loom_django.errors.ContextMisuseError"
+    assert world.kinds(first.id) == kinds
+    assert kinds[-1] == "EXECUTION_COMPLETED"
