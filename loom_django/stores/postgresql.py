@@ -112,7 +112,8 @@ OWN: Final = named(
         "taken, for the index holds what was there until it is cleaned. No table is walked over, whatever the "
         "planner expects: the instant is compared in a pair, since between two plain bounds it expects few rows "
         "and would sort all that are due; executions are looked up one by one; and the timers are written by their "
-        "places, which stand while they are locked. The limit is out of the planner's sight, which "
+        "places, which stand while they are locked. What was written anew since the statement began is locked at a place "
+        "that it does not see, and is left to the next look. The limit is out of the planner's sight, which "
         "would plan anew for each claim, as long as it takes to claim fifty. The commit, if it is ours, does not wait "
         "for the disk: a crash of the server that loses a hold has ended the loop's connection too.",
         f"""
@@ -120,7 +121,7 @@ OWN: Final = named(
             select $now as now, $later(hold) as later,
                 case when %(alone)s then set_config('synchronous_commit', 'off', true) end
         ), due as materialized (
-            select t.ctid as place, t.execution_id, t.wake_at, t.redrive, t.deadline, t.not_before, t.tries,
+            select t.ctid as place, t.id, t.execution_id, t.wake_at, t.redrive, t.deadline, t.not_before, t.tries,
                 x.flow_id, x.version
             from loom_timer t left join lateral (
                 select id, status, chain, flow_id, version from loom_execution where id = t.execution_id limit 1
@@ -135,10 +136,11 @@ OWN: Final = named(
         ), held as (
             update loom_timer set held_until = (select later from clock)
             where ctid = any (array(select place from due))
+            returning id
         )
         select execution_id, $time(wake_at), redrive, deadline, $time(not_before), tries, coalesce(flow_id, ''),
             coalesce(version, 0), (select $time(later) from clock), (select $time(now) from clock)
-        from due
+        from due where id = any (array(select id from held))
         """,
     ),
     Statement(

@@ -441,6 +441,27 @@ class TestNoDeadlock(Postgres):
         assert [one.execution_id for one in ready] == [logs[1].id]
         assert [one.row.execution_id for one in due] == [logs[1].id]
 
+    def test_a_timer_that_is_written_anew_amid_a_claim_is_held_or_not_claimed(self, monkeypatch):
+        """Who was told of one that is not held could neither put it off nor retire it, and shared it with others."""
+        log = self.started()
+        row = TimerRow(log.id, self.store.now())
+        self.store.schedule(row)
+        claim = self.store.statements["claim_due"]
+        # It stands still between its snapshot and its first row.
+        slow = replace(
+            claim, sql=claim.sql.replace("as later,", "as later, pg_advisory_xact_lock_shared(7),")
+        )
+        monkeypatch.setattr(PostgresStore, "statements", {**self.store.statements, "claim_due": slow})
+        with holding("select pg_advisory_xact_lock(7)") as rival:
+            claiming = InThread(
+                lambda: self.store.claim_due(limit=9, hold=60, known=self.known, redrive=True)
+            )
+            wait_until_blocked()
+            self.store.schedule(row)
+            rival.commit()
+        told = [one.row for one in claiming.join()]
+        assert told == [one for one in self.store.timers(log.id) if one.not_before is not None]
+
     def test_a_hold_does_not_wait_for_the_disk(self):
         """Whoever loses it by a crash of the server has lost the connection too; a caller's transaction waits as ever."""
         log = self.started()
