@@ -244,6 +244,13 @@ class Body:
                     f"ctx.{what} was called in a branch on the ctx around it: use the ctx that the branch is given"
                 )
             )
+        if driver.calling and what != "now":
+            self.refuse(
+                ContextMisuseError(
+                    f"ctx.{what} was called in a tool, or in a decider that takes no argument: a replay, which does not "
+                    f"run them again, would not ask for it. Call it in the flow, or in a decider that takes the ctx"
+                )
+            )
         if not driver.in_body():
             self.check_task(what)
         if self.unawaited:

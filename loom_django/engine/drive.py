@@ -179,6 +179,7 @@ class Driver:
         self._call: Call | None = None
         self._interrupted = False
         self._left = False
+        self.calling = False  # a plain tool, or a decider, in the thread of the body
 
     @property
     def sequential(self) -> bool:
@@ -208,7 +209,11 @@ class Driver:
     def call_sync(self, command: Invoke) -> Outcome:
         """Call a plain tool, in a thread of its own if it has a timeout."""
         if command.timeout is None or self.one_thread:
-            outcome = measured(command.call)
+            self.calling = True
+            try:
+                outcome = measured(command.call)
+            finally:
+                self.calling = False
             if isinstance(outcome.error, Unwind):
                 raise outcome.error
             late = command.timeout is not None and outcome.elapsed > command.timeout

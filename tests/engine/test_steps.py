@@ -664,3 +664,29 @@ def test_a_ctx_that_is_kept_does_nothing_when_its_flow_has_ended(world: World) -
     assert error["type"] == "loom_django.errors.ContextMisuseError"
     assert world.kinds(first.id) == kinds
     assert kinds[-1] == "EXECUTION_COMPLETED"
+
+
+@pytest.mark.parametrize("by", ["tool", "decider"])
+def test_what_a_replay_does_not_run_again_cannot_ask_for_steps(world: World, by: str) -> None:
+    """A tool, or a decider without an argument, that calls the flow's ctx is refused; it may ask for the time."""
+    kept: list[FlowContext] = []
+
+    def ask() -> str:
+        assert kept[-1].now() is not None
+        return kept[-1].run(key)
+
+    @tool
+    def asks(ctx: StepContext) -> str:
+        return ask()
+
+    @flow("t.inner", steps=[key, asks], divergence="fail")
+    def body(ctx: FlowContext) -> None:
+        kept.append(ctx)
+        if by == "tool":
+            ctx.run(asks)
+        ctx.decide("asked", ask)
+
+    error = world.state(body.start()).error
+    assert error is not None
+    assert error["type"] == "loom_django.errors.ContextMisuseError"
+    assert "in a tool, or in a decider that takes no argument" in str(error["message"])
