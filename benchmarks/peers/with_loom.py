@@ -24,10 +24,12 @@ def main(url: str, case: str, *numbers: str) -> None:
 def _run(bench: Any, case: str, level: int, executions: int, count: int) -> Any:
     from benchmarks import fences, wholes
     from benchmarks.frame import Crew
+    from loom_django.services.garbage import rare_collections
 
     def whole(prepare: Any, work: Any, pieces: int) -> Any:
         prepared = prepare(bench, pieces)
-        return wholes.timed(pieces, lambda: work(bench, prepared, level))
+        with rare_collections():  # as the worker's command
+            return wholes.timed(pieces, lambda: work(bench, prepared, level))
 
     match case:
         case "backlog":
