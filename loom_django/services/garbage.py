@@ -22,7 +22,6 @@ def rare_collections() -> Iterator[None]:
     if not gc.isenabled() or before[0] == 0:
         yield
         return
-    frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(YOUNG, before[0]), *before[1:])
@@ -30,5 +29,4 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()
