@@ -102,7 +102,7 @@ def in_words(place: Place) -> str:
 
 
 # Where and how a step was asked for, and the path of the branch that did. In words only if somebody must be told.
-Asked = tuple[Place, str, str]
+AskedAt = tuple[Place, str, str]
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Shared:
     sealed: Unwind | None = None
     misuse: BaseException | None = None
     landed_once: bool = False
-    asked: dict[str, Asked] = field(default_factory=dict)  # by step
+    asked: dict[str, AskedAt] = field(default_factory=dict)  # by step
     tools: dict[str, Tool[..., Any]] = field(default_factory=dict)  # of the steps that were asked for
     deciding: list[Deciding] = field(default_factory=list)
     compensations: list[Compensation] = field(default_factory=list)

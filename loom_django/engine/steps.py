@@ -140,10 +140,8 @@ _AGAIN: Final = object()
 
 def answer(body: Body, step_id: str, tool: Tool[..., Any]) -> Any:
     """Serve the step from the log; UNANSWERED if that holds no outcome of it."""
-    shared = body.shared
-    if shared.watch is not None:
-        shared.watch.asked(step_id)
-    shared.tools[step_id] = tool
+    body.asked_for(step_id)
+    body.shared.tools[step_id] = tool
     frame = body.journal.fold.frames.get(step_id)
     return serve(body, frame) if frame is not None and frame.settled else UNANSWERED
 

@@ -570,7 +570,7 @@ class TimerStore(Protocol):
     def claim_due(
         self, *, limit: int, hold: float, known: Known, redrive: bool, since: datetime | None = None
     ) -> list[Due]:
-        """Take due rows: no other claim sees them for ``hold`` seconds (their ``not_before`` moves, to one instant).
+        """Take due rows: no other claim sees them for ``hold`` seconds (``not_before`` tells until when, for all the same).
 
         What is given back after that stands in line where it stood. A hold need not outlast a crash of the database.
 

@@ -93,9 +93,8 @@ class _Tables:
     rows: dict[str, _Row] = field(default_factory=dict)
     fences: dict[str, _FenceRow] = field(default_factory=dict)
     timers: defaultdict[str, dict[datetime, TimerRow]] = field(default_factory=lambda: defaultdict(dict))
-    held: dict[tuple[str, datetime], tuple[TimerRow, datetime]] = field(
-        default_factory=dict
-    )  # and since when it is due
+    # What a claim has made of a timer, and since when that was due.
+    held: dict[tuple[str, datetime], tuple[TimerRow, datetime]] = field(default_factory=dict)
     inboxes: defaultdict[str, dict[str, Message]] = field(default_factory=lambda: defaultdict(dict))
     taken: set[int] = field(default_factory=set)
     schedules: dict[str, ScheduleRow] = field(default_factory=dict)

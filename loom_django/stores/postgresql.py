@@ -145,8 +145,8 @@ OWN: Final = named(
     ),
     Statement(
         "claim_ready",
-        "The head of the queues becomes held; rows that others are taking are left out. Found again by their places: "
-        "of a join a plan that was made while the table was small reads all of it.",
+        "The head of the queues becomes held; rows that others are taking are left out. They are written by their places, "
+        "which stand while they are locked: a join that is planned for any limit reads the whole of a table of thousands.",
         f"""
         {LANES},
         head as (

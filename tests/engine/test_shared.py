@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import User
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from loom_django import AsyncFlowContext, FlowContext, RetryPolicy, StepContext, flow, tool
 from loom_django.engine import calls, shared
@@ -138,6 +138,94 @@ def test_a_body_that_calls_the_ctx_of_one_before_it_fails(site: Site) -> None:
     assert error is not None
     assert error["type"] == "loom_django.errors.ContextMisuseError"
     assert len(kept) == 2
+
+
+def test_a_body_is_given_no_connection_to_see_that_it_has_no_transaction(site: Site) -> None:
+    """Where Django refuses every query there is none, and each task would have one of its own made."""
+    made: list[Any] = []
+
+    @tool
+    async def returns(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.bare", steps=[returns])
+    async def body(ctx: AsyncFlowContext) -> int:
+        value = await ctx.run(returns)
+        made.extend(connections.all(initialized_only=True))
+        return value
+
+    assert site.run(body.start()) == [Status.COMPLETED]
+    assert made == []
+
+
+@pytest.mark.parametrize(
+    "world", [pytest.param("database", marks=pytest.mark.django_db(transaction=True))], indirect=True
+)
+def test_an_open_transaction_is_seen_where_queries_are_let_into_the_loop(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DJANGO_ALLOW_ASYNC_UNSAFE lets a body open one; a call of the context in it is misuse as anywhere."""
+    monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
+
+    @tool
+    async def returns(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.unsafe", steps=[returns])
+    async def body(ctx: AsyncFlowContext) -> None:
+        try:
+            with transaction.atomic():
+                await ctx.run(returns)
+        finally:
+            connections.close_all()
+
+    handle = body.start()
+    assert site.run(handle) == [Status.FAILED]
+    assert site.world.state(handle).error["type"] == "loom_django.errors.OpenTransactionError"
+
+
+def test_no_rule_of_a_branch_goes_on_while_a_siblings_is_away(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asks the store in another thread reads and writes the body's log there."""
+    inside, released = threading.Event(), threading.Event()
+    recorded: list[bool] = []
+
+    @tool
+    async def returns(ctx: StepContext) -> int:
+        return 1
+
+    @flow("s.away", steps=[returns])
+    async def body(ctx: AsyncFlowContext) -> Any:
+        async def away(ctx: AsyncFlowContext) -> Any:
+            return await ctx.receive("m")
+
+        async def beside(ctx: AsyncFlowContext) -> int:
+            def release() -> None:
+                recorded.append(bool(ctx._body.journal.fold.frames))
+                released.set()
+
+            while not inside.is_set():
+                await asyncio.sleep(0.001)
+            asyncio.get_running_loop().call_soon(release)
+            return await ctx.run(returns)
+
+        return await ctx.parallel({"away": away, "beside": beside})
+
+    store: Any = site.world.engine.store
+    plain = store.inbox
+
+    def inbox(*args: Any, **kwargs: Any) -> Any:
+        inside.set()
+        assert released.wait(PATIENCE)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(store, "inbox", inbox)
+    handle = body.start()
+    site.world.loom.send(handle.id, "m", 2)
+    assert site.run(handle) == [Status.COMPLETED]
+    assert handle.result() == {"away": 2, "beside": 1}
+    assert recorded == [False]
 
 
 def test_many_bodies_run_at_a_time_in_one_thread(site: Site) -> None:
