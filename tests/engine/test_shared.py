@@ -181,7 +181,9 @@ def test_an_open_transaction_is_seen_where_queries_are_let_into_the_loop(
 
     handle = body.start()
     assert site.run(handle) == [Status.FAILED]
-    assert site.world.state(handle).error["type"] == "loom_django.errors.OpenTransactionError"
+    error = site.world.state(handle).error
+    assert error is not None
+    assert error["type"] == "loom_django.errors.OpenTransactionError"
 
 
 def test_no_rule_of_a_branch_goes_on_while_a_siblings_is_away(
