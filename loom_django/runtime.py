@@ -328,7 +328,8 @@ class Loom:
         self.store.check_caller("start")
         given = flow.bind_input(args, kwargs)
         ticket = self.dispatcher.ticket()
-        started = start(self.engine, flow, given, flow.options, ticket.ownership)
+        at_once = ticket.token is not None
+        started = start(self.engine, flow, given, flow.options, ticket.ownership, at_once=at_once)
         dispatch_start(self.engine, self.dispatcher, started, ticket)
         return Handle(self, started.execution_id, started.flow_id, created=started.created)
 

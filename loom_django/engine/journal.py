@@ -6,8 +6,8 @@ hand is always the log plus what is kept, and nothing outside may act on a kept 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import takewhile
@@ -16,7 +16,7 @@ from typing import Any, Final
 from loom_django.engine.core import Engine, from_micros
 from loom_django.engine.drive import Append, Io, Landing, carried_out
 from loom_django.engine.underway import UnderWay
-from loom_django.errors import StaleFenceError
+from loom_django.errors import StaleFenceError, StoreUnavailableError
 from loom_django.kernel.events import TERMINAL, Event, Kind, may_be_passed_by_owner
 from loom_django.kernel.fold import Fold
 from loom_django.kernel.projection import project
@@ -34,6 +34,19 @@ from loom_django.stores.base import (
 PASSES: Final = 5
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A start that lands with the first facts of its body, which this process runs at once.
+
+    ``away`` is how that went, if the database stayed away.
+    """
+
+    ownership: Ownership
+    new: NewExecution
+    timers: tuple[TimerRow, ...]
+    away: StoreUnavailableError | None = None
+
+
 class Journal:
     """A log that this process is writing, with the facts that have not landed yet."""
 
@@ -45,6 +58,8 @@ class Journal:
         self.patience = 0.0  # an owner's appends are worth a wait as long as its lease
         self.kept: list[Event] = []
         self.landed: Event | None = None  # the newest that this journal has made durable
+        self.opening: Opening | None = None  # while the start itself is kept
+        self._opened: Callable[[], None] | None = None
         self.snapshot = 0  # the sequence of the newest snapshot that is known of this log
         # What belongs to a kept fact and must land with it: messages taken, timer rows that have served.
         self._messages: list[int] = []
@@ -85,6 +100,33 @@ class Journal:
         """Have a child's start land with its kept CHILD_STARTED, whoever lands that."""
         self._also.append(start)
 
+    def once_open(self, call: Callable[[], None]) -> None:
+        """Call when the start has landed: at once, if it has."""
+        if self.opening is None:
+            call()
+        else:
+            self._opened = call
+
+    def open_alone(self) -> None:
+        """Land a start that no fact of its body has taken along, without what was recorded behind it.
+
+        Somebody else runs the body from its top, then. An append whose answer was lost may have landed it, and the facts
+        behind it: then nothing is written, and whoever takes up what is held goes on behind them.
+
+        Raises:
+            StoreUnavailableError: the database stayed away; nothing is known to be written.
+        """
+        self._opened = None
+        if (opening := self.opening) is not None:
+            if opening.away is not None:
+                raise opening.away  # it has been waited for
+            start, self.fold = self.kept[0], Fold()
+            self.fold.apply(start)
+            self.kept, self._messages, self._timers_off, self._also = [start], [], [], []
+            at = opening.new.not_before
+            self.opening = replace(opening, ownership=Ownership("ready", at=at))
+            self.land(pass_notes=False)
+
     def land(self, **what: Any) -> tuple[Event, ...]:
         """:meth:`landing`, in this thread."""
         return carried_out(self.landing(**what))
@@ -117,6 +159,11 @@ class Journal:
         self.settle()
         if not self.kept:
             return ()
+        opening, opened = self.opening, self._opened
+        if opening is not None:  # nobody else knows of the execution: no rival, and no note of others
+            new, pass_notes = opening.new, False
+            ownership = opening.ownership if ownership is KEEP else ownership
+            timers = timers if timers_off is None else (*opening.timers, *timers)
         wake = self._woken()
         for attempt in range(PASSES + 1):
             taken, served, started = tuple(self._messages), tuple(self._timers_off), tuple(self._also)
@@ -143,6 +190,10 @@ class Journal:
                 else:
                     yield Io(partial(store.append_if_unchanged, commit, fence=unchanged))
                 break
+            except StoreUnavailableError as exc:
+                if opening is not None:
+                    self.opening = replace(opening, away=exc)
+                raise
             except SequenceOccupied:
                 if not pass_notes or attempt == PASSES:
                     raise
@@ -150,6 +201,9 @@ class Journal:
                     raise
         landed = commit.events
         self.landed = landed[-1]
+        self.opening = self._opened = None
+        if opened is not None:
+            opened()
         del self.kept[: len(landed)], self._messages[: len(taken)]
         del self._timers_off[: len(served)], self._also[: len(started)]
         if wake or started or self.engine.tells(landed):

@@ -87,7 +87,7 @@ def run_execution(
     body = carried_out(_entered(engine, execution_id, token, fence, journal, driver_for))
     if body is None:
         return Ended.REFUSED
-    engine.keeper.hold(execution_id, token, body.lose)
+    body.journal.once_open(partial(engine.keeper.hold, execution_id, token, body.lose))
     try:
         with inside_body():
             if on_start is not None:

@@ -245,12 +245,20 @@ def hand_on(engine: Engine, dispatcher: Dispatcher, appended: Appended, ticket: 
 
 
 def dispatch_start(engine: Engine, dispatcher: Dispatcher, started: Started, ticket: Ticket) -> None:
-    """Have a new execution run once its start is committed, or leave it ready until its time has come."""
-    if started.later:
-        engine.store.on_commit(engine.ring)
-    elif started.created:
-        journal = started.journal
-        engine.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, journal))
+    """Have a new execution run once its start is committed, or leave it ready until its time has come.
+
+    Raises:
+        StoreUnavailableError: a start that was to land with its body's first facts did not.
+    """
+    journal = started.journal
+    try:
+        if started.later:
+            engine.store.on_commit(engine.ring)
+        elif started.created:
+            engine.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, journal))
+    finally:
+        if journal is not None:  # whatever kept its body from it: what was started is there
+            journal.open_alone()
 
 
 def claim_one(engine: Engine, execution_id: str) -> int | None:

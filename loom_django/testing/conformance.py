@@ -307,6 +307,36 @@ class EventStoreConformance(StoreConformance):
         log.start()
         self.refused(log.commit(), SequenceOccupied)
 
+    def test_a_start_may_land_with_what_follows_it(self) -> None:
+        """A marker under a lease; a park with its fence row and its timer row; an end, with none; a child's start."""
+        new, soon = NewExecution(), self.store.now() + timedelta(hours=1)
+        begun, parked, ended, child = self.log(), self.log(), self.log(), self.log()
+        first = begun.commit(Kind.EXECUTION_STARTED, Kind.STEP_STARTED, ownership=held_by("me", 7), new=new)
+        self.store.append(first)
+        assert self.owner(begun) == "held"
+        timers = (TimerRow(parked.id, soon),)
+        kinds = (Kind.EXECUTION_STARTED, Kind.EXECUTION_SUSPENDED)
+        self.store.append(parked.commit(*kinds, ownership=NOBODY, new=new, timers=timers, wakes=0))
+        assert self.owner(parked) == "parked"
+        assert [row.wake_at for row in self.store.timers(parked.id)] == [soon]
+        assert self._ensured(self.flow_id, 10) == (parked.id, 1, 0)
+        kinds = (Kind.EXECUTION_STARTED, Kind.EXECUTION_COMPLETED)
+        self.store.append(ended.commit(*kinds, ownership=NOBODY, new=new, timers_off=None))
+        assert self.owner(ended) == "finished"
+        parent = self.log()
+        both = parent.commit(
+            Kind.EXECUTION_STARTED,
+            Kind.CHILD_STARTED,
+            ownership=held_by(),
+            new=new,
+            also=(child.start(parent_id=parent.id),),
+        )
+        self.store.append(both)
+        assert (self.owner(parent), self.owner(child)) == ("held", "ready")
+        before = self.snapshot(both)
+        self.store.append(both)  # as after an answer that was lost
+        assert self.snapshot(both) == before
+
     def test_a_sequence_is_taken_once(self) -> None:
         """The second of two writers of one sequence is refused, with nothing of its commit landed."""
         log = self.running()

@@ -37,11 +37,11 @@ def appends(statements: list[str]) -> int:
 
 
 def test_a_straight_run_of_n_quick_steps_makes_n_plus_1_appends(lab: Lab):
-    """N boundaries and the end; the start is one more."""
+    """N boundaries, of which the first takes the start along, and the end."""
     statements = lab.run(
         "count_statements", "start", "idle", None, args=[STEPS], statement=("never", 0), **QUICK
     )
-    assert appends(statements) == 1 + STEPS + 1, statements
+    assert appends(statements) == STEPS + 1, statements
     (execution,) = Execution.objects.all()
     assert kinds(execution.pk).count("STEP_COMPLETED") == STEPS
     check_history(execution.pk)
@@ -61,13 +61,13 @@ def test_each_append_is_one_statement_one_round_trip_and_prepared(lab: Lab, prox
     """Seen on the wire: between the first append and the last there is nothing but appends."""
     lab.run("start", "idle", None, args=[STEPS], database=proxy.address, **QUICK)
     which = [number for number, trip in enumerate(proxy.trips) if trip.appends]
-    assert len(which) == 1 + STEPS + 1
+    assert len(which) == STEPS + 1
     run = proxy.trips[which[0] : which[-1] + 1]
     sent = [trip for trip in run if trip.texts]
     assert [trip.text[:80] for trip in sent if not trip.appends] == []
     assert {len(trip.texts) for trip in sent} == {1}
     assert proxy.connections == 1
-    # Prepared once each: the forms of a start, of a boundary and of an end.
+    # Prepared once each: the forms of a start with its boundary, of a boundary and of an end.
     assert len(run) - len(sent) <= len({trip.text for trip in sent}) <= 3
     assert sum(trip.parsed for trip in proxy.trips if trip.appends) == 0
 
@@ -77,8 +77,8 @@ def test_what_each_kind_of_step_costs(lab: Lab, proxy: Proxy):
     """A marker each, with the outcome before it; at once what must not run twice; a transaction's own."""
     lab.run("start", "played", None, database=proxy.address, **QUICK)
     landed = [trip for trip in proxy.trips if trip.appends]
-    # The start; quick; charge; transfer and its outcome; book and its transaction; the park.
-    assert len(landed) == 1 + 1 + 1 + 2 + 2 + 1
+    # Quick, with the start; charge; transfer and its outcome; book and its transaction; the park.
+    assert len(landed) == 1 + 1 + 2 + 2 + 1
     assert sum(trip.commits for trip in proxy.trips) == 1
     assert [trip.text for trip in proxy.trips if _begins(trip)] == ["BEGIN"]
 

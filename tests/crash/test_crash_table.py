@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loom_django.engine.steps import CARRY_LIMIT
+from loom_django.models import Execution
 from tests.crash.acts import TASK_WORKER
 from tests.crash.kit import KILLED, Lab, kinds, rows_of
 
+Rows = list[dict[str, str]]
 TABLE = Path(__file__).parents[2] / "docs" / "explanation" / "crash_table.csv"
 POINTS = ("before-start", "before-effect", "in-effect", "after-effect", "after-outcome")
 KINDS = ("idempotent", "not-idempotent", "undeclared", "transactional")
@@ -25,7 +28,7 @@ RUNS_ALL = {"worker": ("run_loom_worker", "--once"), "tasks": TASK_WORKER}
 SHORT_LEASE = {"LEASE_TTL": 0.5, "LEASE_RENEW_INTERVAL": 0.1, "POLL_INTERVAL": 0.05}
 
 
-def published() -> list[dict[str, str]]:
+def published() -> Rows:
     with TABLE.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -56,12 +59,12 @@ def recover(lab: Lab, loom: dict[str, Any], *, fresh: bool) -> None:
         lab.run("command", *RUNS_ALL[loom["DISPATCHER"]], loom=loom, fresh=fresh)
 
 
-def seen(lab: Lab) -> list[dict[str, str]]:
+def seen(lab: Lab, points: Sequence[str] = POINTS, called: Callable[[str, str], str] = execution_id) -> Rows:
     """The table as it came out."""
     rows = []
-    for point in POINTS:
+    for point in points:
         for kind in KINDS:
-            id = execution_id(point, kind)
+            id = called(point, kind)
             effects = lab.effects(id)
             rows.append(
                 {
@@ -87,3 +90,25 @@ def test_the_published_table_is_what_happens(lab: Lab, dispatcher: str, prefix: 
     lab.await_expiry(leases=len(POINTS) * len(KINDS))
     recover(lab, loom, fresh=prefix == "one")
     assert seen(lab) == published()
+
+
+@pytest.mark.parametrize("prefix", ["one", "async"])
+def test_a_start_that_lands_with_its_first_marker_is_there_from_that_on(lab: Lab, prefix: str):
+    """Inline and without an id of its own: a process killed before the marker leaves nothing, and has done nothing; what one
+    that is killed later leaves is the published table."""
+    loom = {**SHORT_LEASE, "DISPATCHER": "inline"}
+    ids: dict[tuple[str, str], str] = {}
+    for point in POINTS:
+        for kind in KINDS:
+            points = [(point, "pay", 1, "die")]
+            child = lab.spawn("start", f"{prefix}-{kind}", None, args=[SLOW], loom=loom, points=points)
+            assert child.wait() == KILLED, child.log
+            new = Execution.objects.exclude(pk__in=ids.values()).values_list("pk", flat=True)
+            assert len(new) == (0 if point == "before-start" else 1)
+            for id in new:
+                ids[point, kind] = id
+    lab.await_expiry(leases=len(ids))
+    recover(lab, loom, fresh=prefix == "one")
+    found = seen(lab, POINTS[1:], lambda point, kind: ids[point, kind])
+    assert found == [row for row in published() if row["point"] != "before-start"]
+    assert Execution.objects.count() == len(ids)
