@@ -23,6 +23,7 @@ from loom_django.kernel.projection import project
 from loom_django.kernel.state import Wait
 from loom_django.stores.base import (
     KEEP,
+    READY,
     Commit,
     NewExecution,
     Ownership,
@@ -123,8 +124,7 @@ class Journal:
             start, self.fold = self.kept[0], Fold()
             self.fold.apply(start)
             self.kept, self._messages, self._timers_off, self._also = [start], [], [], []
-            at = opening.new.not_before
-            self.opening = replace(opening, ownership=Ownership("ready", at=at))
+            self.opening = replace(opening, ownership=READY)
             self.land(pass_notes=False)
 
     def land(self, **what: Any) -> tuple[Event, ...]:

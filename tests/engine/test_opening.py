@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loom_django import FlowContext, StepContext, flow, tool
+from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
 from loom_django.engine import run as engine_run
 from loom_django.errors import ExecutionConflictError, StoreUnavailableError
 from loom_django.kernel.events import Kind
@@ -23,6 +23,16 @@ HOUR = timedelta(hours=1)
 @tool
 def double(ctx: StepContext, number: int) -> int:
     return number * 2
+
+
+@tool
+async def adouble(ctx: StepContext, number: int) -> int:
+    return number * 2
+
+
+@tool(transactional=True)
+def keep(ctx: StepContext, number: int) -> int:
+    return number
 
 
 @flow("t.opening.child")
@@ -76,7 +86,31 @@ def _has_a_child(ctx: FlowContext) -> Any:
     return ctx.await_child(ctx.start_child(child))
 
 
-BODIES: dict[str, tuple[Callable[[FlowContext], Any], list[str]]] = {
+def _branches(ctx: FlowContext) -> Any:
+    return ctx.parallel({"x": double.bind(1), "y": double.bind(2)})
+
+
+def _waits_in_branches(ctx: FlowContext) -> Any:
+    return ctx.parallel({"x": lambda branch: branch.suspend("Go"), "y": lambda branch: branch.sleep(HOUR)})
+
+
+def _keeps(ctx: FlowContext) -> Any:
+    return ctx.run(keep, 1)
+
+
+async def _awaits(ctx: AsyncFlowContext) -> Any:
+    return await ctx.run(adouble, 1)
+
+
+async def _awaits_branches(ctx: AsyncFlowContext) -> Any:
+    return await ctx.parallel({"x": adouble.bind(1), "y": double.bind(2)})
+
+
+async def _awaits_an_answer(ctx: AsyncFlowContext) -> Any:
+    return await ctx.suspend("Go")
+
+
+BODIES: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "a step": (_steps, ["EXECUTION_STARTED", "STEP_STARTED"]),
     "an end": (_ends, ["EXECUTION_STARTED", "EXECUTION_COMPLETED"]),
     "a failure": (_fails, ["EXECUTION_STARTED", "EXECUTION_FAILED"]),
@@ -84,6 +118,12 @@ BODIES: dict[str, tuple[Callable[[FlowContext], Any], list[str]]] = {
     "a receive": (_receives, ["EXECUTION_STARTED", "EXECUTION_SUSPENDED"]),
     "a sleep": (_sleeps, ["EXECUTION_STARTED", "EXECUTION_SUSPENDED"]),
     "a child": (_has_a_child, ["EXECUTION_STARTED", "CHILD_STARTED"]),
+    "branches": (_branches, ["EXECUTION_STARTED", "STEP_STARTED"]),
+    "branches that wait": (_waits_in_branches, ["EXECUTION_STARTED"]),
+    "a transactional step": (_keeps, ["EXECUTION_STARTED", "STEP_STARTED"]),
+    "an async step": (_awaits, ["EXECUTION_STARTED", "STEP_STARTED"]),
+    "async branches": (_awaits_branches, ["EXECUTION_STARTED", "STEP_STARTED", "STEP_STARTED"]),
+    "an async suspend": (_awaits_an_answer, ["EXECUTION_STARTED", "EXECUTION_SUSPENDED"]),
 }
 
 
@@ -94,13 +134,15 @@ def test_a_start_lands_with_whatever_its_body_does_first(
 ) -> None:
     """One append, and the execution is in the hands that it would be in after two; the deadline's row stays until the end."""
     func, expected = BODIES[first]
-    body = flow(f"t.opening.{first.replace(' ', '-')}", steps=[double], deadline=deadline)(func)
+    body = flow(f"t.opening.{first.replace(' ', '-')}", steps=[double, adouble, keep], deadline=deadline)(
+        func
+    )
     handle = body.start()
     assert kinds(appends[0]) == expected
     assert appends[0].new is not None
     rows = [row for row in world.engine.store.timers(handle.id) if row.deadline]
     assert bool(rows) == (deadline is not None and handle.status not in (Status.COMPLETED, Status.FAILED))
-    if first == "a suspend":
+    if first in ("a suspend", "an async suspend", "branches that wait"):
         world.loom.resume(handle.id, event_type="Go")
     if first == "a receive":
         world.loom.send(handle.id, "news", 1)
@@ -152,6 +194,21 @@ def test_a_successor_follows_a_start_that_has_not_landed(world: World, appends: 
     assert body.start(1).result() == 0
     assert kinds(appends[0]) == ["EXECUTION_STARTED", "EXECUTION_CONTINUED"]
     assert [kinds(commit) for commit in appends[0].also] == [["EXECUTION_STARTED"]]
+
+
+def test_a_child_whose_id_is_taken_fails_a_body_that_has_not_landed(
+    world: World, appends: list[Commit]
+) -> None:
+    """The append of both starts is refused for the child's sake; its own start lands with its failure."""
+    child.using(execution_id="taken").start()
+
+    @flow("t.opening.taken")
+    def body(ctx: FlowContext) -> None:
+        ctx.start_child(child.using(execution_id="taken"))
+
+    appends.clear()
+    assert body.start().status == Status.FAILED
+    assert [kinds(commit) for commit in appends] == [["EXECUTION_STARTED", "EXECUTION_FAILED"]]
 
 
 def test_a_lease_is_kept_from_the_start_s_landing_on(world: World) -> None:
