@@ -462,7 +462,7 @@ class EventStore(Protocol):
         """Several whole logs in one go, those with at most so many events; the others are left out."""
 
     def load(self, execution_id: str, *, after: int = 0, format: str = "") -> Loaded:
-        """The log with token and wakes; those are read first, so a rival's move is refused, not missed.
+        """The log with token and wakes; those are read first, or with it, so a rival's move is refused, not missed.
 
         With a ``format``, from the snapshot of that format on, read with the event that it stands behind; all of
         the log if there is no such snapshot, or no such event. Whether it fits is for the caller to say.

@@ -312,20 +312,21 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         return {key: log for key, log in logs.items() if len(log) <= most}
 
     def load(self, execution_id: str, *, after: int = 0, format: str = "") -> Loaded:
-        token, wakes = self._fence_row(execution_id)
-        snapshot, events = self._behind_snapshot(execution_id, format) if format else (None, [])
-        if not events:  # none, or a snapshot beyond the end of the log
-            events = self.read(execution_id, after=after)
-        return Loaded(tuple(events), token, wakes, snapshot)
+        loaded = self._behind_snapshot(execution_id, format) if format else None
+        if loaded is None:
+            token, wakes = self._fence_row(execution_id)
+            loaded = Loaded(tuple(self.read(execution_id, after=after)), token, wakes)
+        return loaded
 
-    def _behind_snapshot(self, execution_id: str, format: str) -> tuple[Snapshot | None, list[Event]]:
+    def _behind_snapshot(self, execution_id: str, format: str) -> Loaded | None:
+        """In one statement, so token and log are of one moment; None for no event: a snapshot may be beyond the end."""
         rows = self._run("read_behind_snapshot", {"id": execution_id, "format": format})
         if not rows:
-            return None, []
-        events = [self._event(execution_id, *row[:-2]) for row in rows]
-        *_, seal, body = rows[0]
+            return None
+        events = tuple(self._event(execution_id, *row[:-4]) for row in rows)
+        *_, seal, body, token, wakes = rows[0]
         snapshot = None if seal is None else Snapshot(execution_id, format, events[0].sequence, seal, body)
-        return snapshot, events
+        return Loaded(events, token or 0, wakes or 0, snapshot)
 
     def save_snapshot(self, snapshot: Snapshot, *, passed: int) -> None:
         key = snapshot.execution_id

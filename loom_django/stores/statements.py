@@ -142,9 +142,12 @@ SHARED: Final = named(
     ),
     Statement(
         "read_behind_snapshot",
-        "A log from the event of its snapshot on, which comes with that event; without one, all of it.",
+        "A log from the event of its snapshot on, which comes with that event; without one, all of it. Token and wakes are "
+        "looked up once, and stand in each row.",
         """
-        select e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel, $time(e.recorded_at), s.seal, s.body
+        select e.sequence, e.kind, $text(e.payload), e.fence, e.writer, e.is_kernel, $time(e.recorded_at), s.seal, s.body,
+            (select token from loom_fence where execution_id = %(id)s),
+            (select wakes from loom_fence where execution_id = %(id)s)
         from loom_event e left join loom_snapshot s
             on s.execution_id = e.execution_id and s.format = %(format)s and s.sequence = e.sequence
         where e.execution_id = %(id)s and e.sequence >= coalesce((
