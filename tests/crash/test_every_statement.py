@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from loom_django.kernel.state import Status
+from loom_django.models import Execution
 from tests.crash.acts import TASK_WORKER
 from tests.crash.kit import KILLED, Lab, check_history, rows_of, standing, state
 
@@ -139,6 +140,30 @@ def test_a_kill_at_any_statement_leaves_one_of_four(lab: Lab, scene: str, when: 
     for id in ids:
         if stood[id] != "absent" or standing(id) != "absent":
             check_ended(lab, id)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_kill_at_any_statement_of_a_start_without_an_id(lab: Lab, when: str):
+    """Inline, it lands with its first step: nothing has run of what is not there, and what is there is brought to its end."""
+    statements = lab.run("count_statements", "start", "journey", None, loom=INLINE, statement=("never", 0))
+    assert 0 < len(statements) < MOST, statements
+    absent = 0
+    for number in range(1, len(statements) + SPREAD + 1):
+        before = Execution.objects.count()
+        child = lab.spawn("start", "journey", None, loom=INLINE, statement=(when, number))
+        if child.wait() == 0:
+            assert number > len(statements) - SPREAD, f"got through at {number}:\n{child.log}"
+            break
+        assert child.wait() == KILLED, child.log
+        absent += Execution.objects.count() == before
+    assert absent > 0, "each was there already when its process was killed before its first statement"
+    ids = set(Execution.objects.values_list("pk", flat=True))
+    assert {line["execution"] for line in lab.effects()} <= ids
+    assert {standing(id) for id in ids} <= {"parked", "ready", "held"}
+    lab.pass_time(120)
+    lab.run("heal", loom=INLINE)
+    for id in ids:
+        check_ended(lab, id)
 
 
 def statements_of(lab: Lab, scene: str) -> int:
