@@ -6,6 +6,7 @@ hand is always the log plus what is kept, and nothing outside may act on a kept 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -24,12 +25,15 @@ from loom_django.kernel.state import Wait
 from loom_django.stores.base import (
     KEEP,
     READY,
+    AppendRefused,
     Commit,
     NewExecution,
     Ownership,
     SequenceOccupied,
     TimerRow,
 )
+
+log = logging.getLogger("loom_django.run")
 
 # How often an owner appends behind notes that others put where its next event should stand.
 PASSES: Final = 5
@@ -39,13 +43,17 @@ PASSES: Final = 5
 class Opening:
     """A start that lands with the first facts of its body, which this process runs at once.
 
-    ``away`` is how that went, if the database stayed away.
+    ``failed`` is why they did not: nothing lands behind that.
     """
 
     ownership: Ownership
     new: NewExecution
-    timers: tuple[TimerRow, ...]
-    away: StoreUnavailableError | None = None
+    failed: Exception | None = None
+
+    def check(self) -> None:
+        """Raise what they failed of."""
+        if self.failed is not None:
+            raise self.failed
 
 
 class Journal:
@@ -119,13 +127,29 @@ class Journal:
         """
         self._opened = None
         if (opening := self.opening) is not None:
-            if opening.away is not None:
-                raise opening.away  # it has been waited for
+            if isinstance(opening.failed, StoreUnavailableError):
+                raise opening.failed  # it has been waited for
             start, self.fold = self.kept[0], Fold()
             self.fold.apply(start)
             self.kept, self._messages, self._timers_off, self._also = [start], [], [], []
-            self.opening = replace(opening, ownership=READY)
-            self.land(pass_notes=False)
+            self.opening = replace(opening, ownership=READY, failed=None)
+            self.land()
+
+    def _is_open(self) -> None:
+        """The start is there: it has just landed, or long since."""
+        opened, self.opening, self._opened = self._opened, None, None
+        if opened is not None:
+            try:
+                opened()
+            except (
+                Exception
+            ):  # a thread that could not be started: the body goes on for as long as its lease lasts
+                log.exception("a lease is not renewed", extra={"execution_id": self.execution_id})
+
+    def _has_failed(self, error: Exception) -> None:
+        """An append did not land; a refused one may be followed by another, for its park or its child is looked at anew."""
+        if self.opening is not None and not isinstance(error, AppendRefused):
+            self.opening = replace(self.opening, failed=error)
 
     def land(self, **what: Any) -> tuple[Event, ...]:
         """:meth:`landing`, in this thread."""
@@ -159,11 +183,12 @@ class Journal:
         self.settle()
         if not self.kept:
             return ()
-        opening, opened = self.opening, self._opened
-        if opening is not None:  # nobody else knows of the execution: no rival, and no note of others
-            new, pass_notes = opening.new, False
+        patience = self.patience
+        if (opening := self.opening) is not None:
+            opening.check()
+            # Nobody else knows of the execution: no rival, no note of others, and no lease that is worth a wait.
+            new, pass_notes, patience = opening.new, False, 0.0
             ownership = opening.ownership if ownership is KEEP else ownership
-            timers = timers if timers_off is None else (*opening.timers, *timers)
         wake = self._woken()
         for attempt in range(PASSES + 1):
             taken, served, started = tuple(self._messages), tuple(self._timers_off), tuple(self._also)
@@ -181,7 +206,7 @@ class Journal:
                 messages=(*messages, *taken),
                 wake=wake,
                 also=(*started, *also),
-                patience=self.patience,
+                patience=patience,
             )
             store = self.engine.store
             try:
@@ -190,22 +215,19 @@ class Journal:
                 else:
                     yield Io(partial(store.append_if_unchanged, commit, fence=unchanged))
                 break
-            except StoreUnavailableError as exc:
-                if opening is not None:
-                    self.opening = replace(opening, away=exc)
-                raise
             except SequenceOccupied:
                 if not pass_notes or attempt == PASSES:
                     raise
                 if not (yield Io(partial(self._pass_notes, commit.first_sequence))):
                     raise
+            except Exception as exc:
+                self._has_failed(exc)
+                raise
         landed = commit.events
         self.landed = landed[-1]
-        self.opening = self._opened = None
-        if opened is not None:
-            opened()
         del self.kept[: len(landed)], self._messages[: len(taken)]
         del self._timers_off[: len(served)], self._also[: len(started)]
+        self._is_open()
         if wake or started or self.engine.tells(landed):
             yield Io(partial(self._tell, landed, wake, started))
         return landed

@@ -310,9 +310,13 @@ def _refuse(body: Body, token: int, cause: BaseException | None) -> Landing[None
 
 
 def _hand_back(body: Body, token: int) -> Landing[None]:
-    """Give the execution to somebody else at once; facts that were kept are made durable if that goes."""
+    """Give the execution to somebody else at once; facts that were kept are made durable if that goes.
+
+    Not with a start that has not landed: that lands by itself, so that no step seems begun that was not.
+    """
     try:
-        yield from body.journal.landing()
+        if body.journal.opening is None:
+            yield from body.journal.landing()
         yield Io(partial(body.engine.store.release, body.execution_id, token))
         if snapshots.due(body.journal):
             yield Io(partial(snapshots.take, body.journal))

@@ -66,7 +66,8 @@ def start(
     """Write the start of an execution, or find the one that has its id.
 
     With ``at_once`` the caller runs the body now, in this thread: a start that nobody else can know of lands with the
-    body's first facts, in one append, and the caller has it opened alone where the body has none.
+    body's first facts, in one append, and the caller has it opened alone where the body has none. Not where a deadline
+    may end it before, nor where a receiver of ``execution_started`` is to be heard before the body.
 
     An occurrence of a schedule, ``scheduled_at``, is settled by any execution that has its id: nodes of two
     releases may start it with other arguments, and the first one is right.
@@ -87,8 +88,9 @@ def start(
         timers = deadline_timer(execution_id, new)
         later = new.not_before is not None
         owned = Ownership("ready", at=new.not_before) if later else ownership
-        if at_once and options.execution_id is None and not later:
-            journal.opening = Opening(owned, new, timers)
+        rides = at_once and options.execution_id is None and not later and not timers
+        if rides and not engine.tells(tuple(journal.kept)):
+            journal.opening = Opening(owned, new)
             return Started(execution_id, flow.id, True, journal)
         try:
             journal.land(ownership=owned, new=new, timers=timers, pass_notes=False)

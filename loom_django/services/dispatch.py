@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
@@ -256,9 +257,13 @@ def dispatch_start(engine: Engine, dispatcher: Dispatcher, started: Started, tic
             engine.store.on_commit(engine.ring)
         elif started.created:
             engine.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, journal))
-    finally:
-        if journal is not None:  # whatever kept its body from it: what was started is there
-            journal.open_alone()
+    except BaseException:
+        if journal is not None:
+            with logging_errors("the start of an execution could not be recorded", started.execution_id):
+                journal.open_alone()
+        raise
+    if journal is not None:  # whatever kept its body from it: what was started is there
+        journal.open_alone()
 
 
 def claim_one(engine: Engine, execution_id: str) -> int | None:
@@ -267,6 +272,15 @@ def claim_one(engine: Engine, execution_id: str) -> int | None:
     ttl = engine.settings().LEASE_TTL
     taken = engine.store.claim(execution_id, owner=engine.identity.name, token=token, ttl=ttl)
     return token if taken else None
+
+
+@contextmanager
+def logging_errors(what: str, execution_id: str) -> Iterator[None]:
+    """What goes wrong while something else is on its way to the caller is logged, and goes no further."""
+    try:
+        yield
+    except Exception:
+        log.exception(what, extra={"execution_id": execution_id})
 
 
 def run_logged(run: Callable[[], Ended], execution_id: str) -> Ended | None:

@@ -14,6 +14,7 @@ from loom_django.errors import ExecutionConflictError, StoreUnavailableError
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.signals import execution_started
 from loom_django.stores.base import Commit
 from tests.engine.conftest import World
 
@@ -132,13 +133,14 @@ BODIES: dict[str, tuple[Callable[..., Any], list[str]]] = {
 def test_a_start_lands_with_whatever_its_body_does_first(
     world: World, appends: list[Commit], first: str, deadline: timedelta | None
 ) -> None:
-    """One append, and the execution is in the hands that it would be in after two; the deadline's row stays until the end."""
+    """One append, and the execution is in the hands that it would be in after two. Not with a deadline, which may pass before
+    the body does anything: that start lands by itself."""
     func, expected = BODIES[first]
     body = flow(f"t.opening.{first.replace(' ', '-')}", steps=[double, adouble, keep], deadline=deadline)(
         func
     )
     handle = body.start()
-    assert kinds(appends[0]) == expected
+    assert kinds(appends[0]) == (expected if deadline is None else ["EXECUTION_STARTED"])
     assert appends[0].new is not None
     rows = [row for row in world.engine.store.timers(handle.id) if row.deadline]
     assert bool(rows) == (deadline is not None and handle.status not in (Status.COMPLETED, Status.FAILED))
@@ -282,13 +284,12 @@ def test_a_start_stands_though_its_body_was_never_entered(
     def broken(*_: Any) -> Any:
         raise RuntimeError("of the engine's own")
 
-    body = flow("t.opening.broken", steps=[double], deadline=HOUR)(_steps)
+    body = flow("t.opening.broken", steps=[double])(_steps)
     with monkeypatch.context() as patched:
         patched.setattr(engine_run, "_call_of", broken)
         patched.setattr(engine_run, "_ended", broken)
         handle = body.start()
     assert world.kinds(handle.id) == ["EXECUTION_STARTED"]
-    assert [row.deadline for row in world.engine.store.timers(handle.id)] == [True]
     assert world.engine.store.held(handle.id) is None
     world.shift(timedelta(minutes=10))
     world.recover()
@@ -340,3 +341,142 @@ def test_an_interrupt_before_the_first_step_leaves_the_start(world: World) -> No
     world.shift(timedelta(minutes=10))
     world.recover()
     assert world.loom.handle(seen[0]).result() == 4
+
+
+def test_who_is_told_of_a_start_is_told_before_its_body_is_entered(
+    world: World, appends: list[Commit]
+) -> None:
+    """A receiver that cancels what has started keeps its effects from running."""
+    ran: list[int] = []
+
+    @tool
+    def effect(ctx: StepContext) -> None:
+        ran.append(1)
+
+    def cancel(sender: Any, execution_id: str, **_: Any) -> None:
+        world.loom.cancel(execution_id, reason="not allowed")
+
+    body = flow("t.opening.told", steps=[effect])(lambda ctx: ctx.run(effect))
+    execution_started.connect(cancel)
+    try:
+        handle = body.start()
+    finally:
+        execution_started.disconnect(cancel)
+    assert kinds(appends[0]) == ["EXECUTION_STARTED"]
+    assert (handle.status, ran) == (Status.CANCELLED, [])
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError(attempts=1), ValueError("disk full")])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_not_hidden_by_a_start_that_does_not_land(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[BaseException]
+) -> None:
+    """Whoever ends the process is heard; that the start was not recorded stands in the log of the process."""
+
+    def fails(commit: Commit) -> None:
+        raise error
+
+    @flow("t.opening.ended")
+    def body(ctx: FlowContext) -> None:
+        raise raised
+
+    monkeypatch.setattr(world.engine.store, "append", fails)
+    with pytest.raises(raised):
+        body.start()
+
+
+def test_an_interrupt_in_the_first_append_leaves_no_marker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has not begun: nobody is to ask an operator what became of it."""
+    store = world.engine.store
+    append = store.append
+    ran: list[str] = []
+
+    @tool(idempotent=False)
+    def effect(ctx: StepContext) -> str:
+        ran.append(ctx.execution_id)
+        return "done"
+
+    body = flow("t.opening.in-append", steps=[effect])(lambda ctx: ctx.run(effect))
+    started: list[str] = []
+
+    def interrupted(commit: Commit) -> None:
+        monkeypatch.setattr(store, "append", append)
+        started.append(commit.execution_id)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "append", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        body.start()
+    assert world.kinds(started[0]) == ["EXECUTION_STARTED"]
+    world.shift(timedelta(minutes=10))
+    world.recover()
+    assert world.loom.handle(started[0]).result() == "done"
+    assert ran == started
+
+
+@pytest.mark.parametrize("error", [StoreUnavailableError(attempts=1), RuntimeError("of the store's")])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_nothing_lands_behind_first_facts_that_did_not(
+    world: World, monkeypatch: pytest.MonkeyPatch, error: Exception, is_async: bool
+) -> None:
+    """Branches try no append of their own: their markers would stand in a log that nobody works on."""
+    store = world.engine.store
+    append = store.append
+    tried: list[Commit] = []
+
+    @tool(idempotent=False)
+    def effect(ctx: StepContext, number: int) -> int:
+        return number
+
+    @tool(idempotent=False)
+    async def aeffect(ctx: StepContext, number: int) -> int:
+        return number
+
+    def plain(ctx: FlowContext) -> Any:
+        return ctx.parallel({name: effect.bind(place) for place, name in enumerate("xyz")})
+
+    async def awaited(ctx: AsyncFlowContext) -> Any:
+        return await ctx.parallel({name: aeffect.bind(place) for place, name in enumerate("xyz")})
+
+    body = flow("t.opening.branches-fail", steps=[effect, aeffect])(awaited if is_async else plain)
+
+    def fails_once(commit: Commit) -> None:
+        tried.append(commit)
+        if len(tried) == 1:
+            raise error
+        append(commit)
+
+    monkeypatch.setattr(store, "append", fails_once)
+    if isinstance(error, StoreUnavailableError):
+        with pytest.raises(StoreUnavailableError):
+            body.start()
+        assert len(tried) == 1
+        assert store.read(tried[0].execution_id) == []
+        return
+    handle = body.start()
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED"]
+    world.shift(timedelta(minutes=10))
+    world.recover()
+    assert handle.result() == {"x": 0, "y": 1, "z": 2}
+
+
+def test_a_start_is_not_waited_for_as_long_as_a_lease(world: World, appends: list[Commit]) -> None:
+    """Nobody holds anything yet: a request whose database is away waits for the store's own patience."""
+    flow("t.opening.patience", steps=[double])(_steps).start()
+    assert [commit.patience > 0 for commit in appends] == [False, True]
+
+
+def test_a_lease_that_cannot_be_renewed_does_not_stop_a_step_that_is_marked(world: World) -> None:
+    """The marker has landed, and the effect runs behind it; its lease lasts as long as it lasts."""
+
+    class Keeper:
+        def hold(self, execution_id: str, token: int, on_lost: Callable[[], None]) -> None:
+            raise RuntimeError("can't start new thread")
+
+        def drop(self, execution_id: str, token: int) -> None:
+            pass
+
+    world.engine.keeper = Keeper()  # type: ignore[assignment]
+    assert flow("t.opening.no-thread", steps=[double])(_steps).start().result() == 2
