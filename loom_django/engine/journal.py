@@ -141,9 +141,8 @@ class Journal:
         if opened is not None:
             try:
                 opened()
-            except (
-                Exception
-            ):  # a thread that could not be started: the body goes on for as long as its lease lasts
+            except Exception:
+                # A thread that could not be started: the body goes on for as long as its lease lasts.
                 log.exception("a lease is not renewed", extra={"execution_id": self.execution_id})
 
     def _has_failed(self, error: Exception) -> None:

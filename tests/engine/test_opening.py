@@ -15,7 +15,7 @@ from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.signals import execution_started
-from loom_django.stores.base import Commit
+from loom_django.stores.base import Commit, WakesMoved
 from tests.engine.conftest import World
 
 HOUR = timedelta(hours=1)
@@ -480,3 +480,19 @@ def test_a_lease_that_cannot_be_renewed_does_not_stop_a_step_that_is_marked(worl
 
     world.engine.keeper = Keeper()  # type: ignore[assignment]
     assert flow("t.opening.no-thread", steps=[double])(_steps).start().result() == 2
+
+
+def test_a_first_park_that_is_refused_looks_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake that came since the body has looked is no failure: it parks with what it sees then."""
+    store = world.engine.store
+    append = store.append
+
+    def refused_once(commit: Commit) -> None:
+        monkeypatch.setattr(store, "append", append)
+        raise WakesMoved(commit.execution_id, commit.first_sequence)
+
+    monkeypatch.setattr(store, "append", refused_once)
+    handle = flow("t.opening.looks-again")(_receives).start()
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED", "EXECUTION_SUSPENDED"]
+    world.loom.send(handle.id, "news", 1)
+    assert handle.result() == 1
