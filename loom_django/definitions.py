@@ -405,6 +405,7 @@ class Flow(Generic[P, R_co]):
             InvalidInputError: the arguments do not fit the flow's signature.
             UnencodableValueError, PayloadTooLargeError: an argument cannot be recorded.
             ExecutionConflictError: the id is taken by another flow or other input.
+            StoreUnavailableError: the database stayed away; nobody knows whether the execution exists.
         """
         return _runtime().start_flow(self, args, kwargs)  # type: ignore[no-any-return]
 

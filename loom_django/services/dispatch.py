@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
@@ -257,12 +256,18 @@ def dispatch_start(engine: Engine, dispatcher: Dispatcher, started: Started, tic
             engine.store.on_commit(engine.ring)
         elif started.created:
             engine.store.on_commit(lambda: dispatcher.dispatch(started.execution_id, ticket, journal))
-    except BaseException:
-        if journal is not None:
-            with logging_errors("the start of an execution could not be recorded", started.execution_id):
-                journal.open_alone()
+    except BaseException:  # an interrupt goes on to the caller, whatever becomes of the start
+        try:
+            _see_it_stands(journal)
+        except Exception:
+            log.exception("a start could not be recorded", extra={"execution_id": started.execution_id})
         raise
-    if journal is not None:  # whatever kept its body from it: what was started is there
+    _see_it_stands(journal)
+
+
+def _see_it_stands(journal: Journal | None) -> None:
+    """Whatever kept a body from its first facts: what was started is there."""
+    if journal is not None:
         journal.open_alone()
 
 
@@ -272,15 +277,6 @@ def claim_one(engine: Engine, execution_id: str) -> int | None:
     ttl = engine.settings().LEASE_TTL
     taken = engine.store.claim(execution_id, owner=engine.identity.name, token=token, ttl=ttl)
     return token if taken else None
-
-
-@contextmanager
-def logging_errors(what: str, execution_id: str) -> Iterator[None]:
-    """What goes wrong while something else is on its way to the caller is logged, and goes no further."""
-    try:
-        yield
-    except Exception:
-        log.exception(what, extra={"execution_id": execution_id})
 
 
 def run_logged(run: Callable[[], Ended], execution_id: str) -> Ended | None:

@@ -228,7 +228,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A log with the token and the wakes that stood before it was read.
+    """A log with the token and the wakes that stood before it was read, or at that moment.
 
     With a ``snapshot`` the events begin with the one that this stands behind. ``state`` is what it holds, once
     somebody has looked whether it fits.

@@ -532,6 +532,10 @@ class EventStoreConformance(StoreConformance):
         assert (loaded.fence, loaded.wakes) == (1, 1)
         assert [event.sequence for event in loaded.events] == [1]
         assert self.store.load(log.id, after=1).events == ()
+        assert self.store.load(log.id, format="mine") == loaded
+        self.store.save_snapshot(self._snapshot(log, 1), passed=0)
+        behind = self.store.load(log.id, format="mine")
+        assert (behind.fence, behind.wakes) == (1, 1)
 
     # Snapshots.
 

@@ -133,8 +133,8 @@ BODIES: dict[str, tuple[Callable[..., Any], list[str]]] = {
 def test_a_start_lands_with_whatever_its_body_does_first(
     world: World, appends: list[Commit], first: str, deadline: timedelta | None
 ) -> None:
-    """One append, and the execution is in the hands that it would be in after two. Not with a deadline, which may pass before
-    the body does anything: that start lands by itself."""
+    """One append, and the execution is in the hands that it would be in after two. By itself lands one with a deadline, which
+    may pass before the body does anything, and one before branches that have functions of their own."""
     func, expected = BODIES[first]
     body = flow(f"t.opening.{first.replace(' ', '-')}", steps=[double, adouble, keep], deadline=deadline)(
         func
@@ -184,6 +184,20 @@ def test_a_start_that_others_run_lands_by_itself(world: World, appends: list[Com
     appends.clear()
     assert body.start().status == Status.PENDING
     assert [kinds(commit) for commit in appends] == [["EXECUTION_STARTED"]]
+
+
+def test_a_start_in_a_running_body_lands_by_itself(world: World, appends: list[Commit]) -> None:
+    """Its body runs when the one that runs has parked or ended: a crash in between is not to lose it."""
+    other = flow("t.opening.other", steps=[double])(_steps)
+
+    @tool
+    def begins(ctx: StepContext) -> str:
+        return other.start().id
+
+    body = flow("t.opening.begins", steps=[begins])(lambda ctx: ctx.run(begins))
+    begun = body.start().result()
+    assert next(kinds(commit) for commit in appends if commit.execution_id == begun) == ["EXECUTION_STARTED"]
+    assert world.loom.handle(begun).result() == 2
 
 
 def test_a_successor_follows_a_start_that_has_not_landed(world: World, appends: list[Commit]) -> None:

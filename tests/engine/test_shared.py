@@ -140,17 +140,18 @@ def test_a_body_that_calls_the_ctx_of_one_before_it_fails(site: Site) -> None:
     assert len(kept) == 2
 
 
+@tool
+async def one(ctx: StepContext) -> int:
+    return 1
+
+
 def test_a_body_is_given_no_connection_to_see_that_it_has_no_transaction(site: Site) -> None:
     """Where Django refuses every query there is none, and each task would have one of its own made."""
     made: list[Any] = []
 
-    @tool
-    async def returns(ctx: StepContext) -> int:
-        return 1
-
-    @flow("s.bare", steps=[returns])
+    @flow("s.bare", steps=[one])
     async def body(ctx: AsyncFlowContext) -> int:
-        value = await ctx.run(returns)
+        value = await ctx.run(one)
         made.extend(connections.all(initialized_only=True))
         return value
 
@@ -167,15 +168,11 @@ def test_an_open_transaction_is_seen_where_queries_are_let_into_the_loop(
     """DJANGO_ALLOW_ASYNC_UNSAFE lets a body open one; a call of the context in it is misuse as anywhere."""
     monkeypatch.setenv("DJANGO_ALLOW_ASYNC_UNSAFE", "true")
 
-    @tool
-    async def returns(ctx: StepContext) -> int:
-        return 1
-
-    @flow("s.unsafe", steps=[returns])
+    @flow("s.unsafe", steps=[one])
     async def body(ctx: AsyncFlowContext) -> None:
         try:
             with transaction.atomic():
-                await ctx.run(returns)
+                await ctx.run(one)
         finally:
             connections.close_all()
 
@@ -193,11 +190,7 @@ def test_no_rule_of_a_branch_goes_on_while_a_siblings_is_away(
     inside, released = threading.Event(), threading.Event()
     recorded: list[bool] = []
 
-    @tool
-    async def returns(ctx: StepContext) -> int:
-        return 1
-
-    @flow("s.away", steps=[returns])
+    @flow("s.away", steps=[one])
     async def body(ctx: AsyncFlowContext) -> Any:
         async def away(ctx: AsyncFlowContext) -> Any:
             return await ctx.receive("m")
@@ -210,7 +203,7 @@ def test_no_rule_of_a_branch_goes_on_while_a_siblings_is_away(
             while not inside.is_set():
                 await asyncio.sleep(0.001)
             asyncio.get_running_loop().call_soon(release)
-            return await ctx.run(returns)
+            return await ctx.run(one)
 
         return await ctx.parallel({"away": away, "beside": beside})
 
