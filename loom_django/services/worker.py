@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,11 @@ BATCH: Final = 50
 
 # Logs of at most so many events are read together, for all that one claim has brought.
 SHORT: Final = 64
+
+# While one kind of bodies is full, the other is looked for by itself, behind all that is ready of the first. After a look
+# that found nothing the next one is so many times as long in coming as that took, and so many seconds at most.
+REST: Final = 20.0
+REST_AT_MOST: Final = 1.0
 
 # Threads whose tool outlived its timeout; above this a worker ends, since they can only be ended with it.
 MAX_ABANDONED: Final = 32
@@ -112,8 +117,9 @@ class WorkerService:
         self.draining = threading.Event()
         self.claimed = 0
         self.broken = False  # a thread that ran bodies has broken off
-        # When the rate of a queue admits what was ready and had to wait, by the monotonic clock.
+        # When to look again, by the monotonic clock: the rate of a queue admits what was ready then, or a rest is over.
         self.again_at: float | None = None
+        self._rest_until: dict[tuple[tuple[str, ...] | None, bool], float] = {}  # by a lane's queues and kind
         self._asked_at = 0
         self._turns = 0
         # By a lane's queues: the kind that was claimed last.
@@ -172,24 +178,72 @@ class WorkerService:
         """Claim as many as there is room for; True if there may be more."""
         self._turns += 1
         self.again_at = None
-        more = False
         kinds = self._kinds()
+        more = False
         for lane in self._lanes():
-            # The kind that was served last comes last: a lane with a limit may admit no more than one.
-            for is_async in sorted(kinds, key=lambda kind: kind == self._served.get(lane.queues)):
-                room = 0 if self.draining.is_set() else self._room(lane, is_async)
-                if room > 0:
-                    claims = self._claim(lane, room, kinds[is_async])
-                    if claims:
-                        self._served[lane.queues] = is_async
-                        logs = self._short_logs(claims)
-                        counted = _Counted(_queue_counted(lane), is_async)
-                        self._submit([(claim, logs.get(claim.execution_id)) for claim in claims], counted)
-                    more |= len(claims) >= room and self._room(lane, is_async) > 0
+            more |= self._serve_lane(lane, kinds)
         return more
 
+    def _serve_lane(self, lane: Lane, kinds: Mapping[bool, Known]) -> bool:
+        """Claim what there is room for; True if there may be more.
+
+        Both kinds are looked for together, as far as each has room: a look for one of them walks over all that is ready of
+        the other.
+        """
+        rooms = self._rooms(lane, kinds)
+        least = min(rooms.values(), default=0)
+        if len(rooms) == len(kinds) and self._take(lane, kinds, least) < least:
+            return False
+        more = False
+        # The kind that was served last comes last: a lane with a limit may admit no more than one.
+        for is_async in sorted(kinds, key=lambda kind: kind == self._served.get(lane.queues)):
+            room = self._rooms(lane, kinds).get(is_async, 0)
+            if room > 0 and (len(kinds) == 1 or not self._rests(lane, is_async)):
+                found = self._take_alone(lane, is_async, kinds[is_async], room)
+                more |= found >= room and self._room(lane, is_async) > 0
+        return more
+
+    def _rooms(self, lane: Lane, kinds: Iterable[bool]) -> dict[bool, int]:
+        """The kinds of which bodies may be begun here and now, and how many."""
+        if self.draining.is_set():
+            return {}
+        return {is_async: room for is_async in kinds if (room := self._room(lane, is_async)) > 0}
+
+    def _rests(self, lane: Lane, is_async: bool) -> bool:
+        """True while a kind is not looked for by itself; not for ever, so the loop learns until when."""
+        until = self._rest_until.get((lane.queues, is_async), 0.0)
+        if until <= time.monotonic():
+            return False
+        self._look_again(until)
+        return True
+
+    def _take_alone(self, lane: Lane, is_async: bool, known: Known, room: int) -> int:
+        began = time.monotonic()
+        found = self._take(lane, {is_async: known}, room)
+        if not found:
+            ended = time.monotonic()
+            rest = min(REST * (ended - began), REST_AT_MOST)
+            self._rest_until[lane.queues, is_async] = ended + rest
+        return found
+
+    def _take(self, lane: Lane, kinds: Mapping[bool, Known], room: int) -> int:
+        """Claim as many of these kinds and have them run; returns how many there were."""
+        claims = self._claim(lane, room, Known.either(*kinds.values()))
+        if claims:
+            logs = self._short_logs(claims)
+            for is_async, known in kinds.items():
+                alike = [claim for claim in claims if len(kinds) == 1 or known.names(claim.flow_id)]
+                if alike:
+                    self._served[lane.queues] = is_async
+                    counted = _Counted(_queue_counted(lane), is_async)
+                    self._submit([(claim, logs.get(claim.execution_id)) for claim in alike], counted)
+        return len(claims)
+
+    def _look_again(self, at: float) -> None:
+        self.again_at = at if self.again_at is None else min(self.again_at, at)
+
     def _kinds(self) -> dict[bool, Known]:
-        """The flows of this node, plain and async ones: each kind has room of its own, and is claimed by itself."""
+        """The flows of this node, plain and async ones: each kind has room of its own."""
         known = self.engine.known()
         awaited = set() if self.engine.store.in_testcase() else self.engine.registry.all_async()
         kinds = {
@@ -245,8 +299,7 @@ class WorkerService:
         (name,) = lane.queues or (DEFAULT_QUEUE,)
         taken = store.claim_limited(name, lane.limits, **lease)
         if taken.again_in is not None:
-            again_at = time.monotonic() + taken.again_in
-            self.again_at = again_at if self.again_at is None else min(self.again_at, again_at)
+            self._look_again(time.monotonic() + taken.again_in)
         return taken.claims
 
     def _short_logs(self, claims: Sequence[Claimed]) -> Mapping[str, list[Event]]:

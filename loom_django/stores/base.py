@@ -317,11 +317,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """An execution that the caller now holds, with the fence taken for it."""
+    """An execution that the caller now holds, with the fence taken for it, and the flow that its row names."""
 
     execution_id: str
     token: int
     fence: int
+    flow_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,6 +409,17 @@ class Known:
         if self.flows is None:
             return True
         return version <= self.flows.get(flow_id, 0)
+
+    def names(self, flow_id: str) -> bool:
+        """True if it admits some version of a flow."""
+        return self.flows is None or flow_id in self.flows
+
+    @classmethod
+    def either(cls, *known: Known) -> Known:
+        """What one of these admits at least; they share no flow."""
+        if len(known) == 1:
+            return known[0]
+        return cls({flow_id: most for one in known for flow_id, most in (one.flows or {}).items()})
 
 
 ANY_FLOW: Final = Known()

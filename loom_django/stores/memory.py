@@ -577,7 +577,8 @@ class MemoryStore:
             claimed = []
             for _, _, execution_id in sorted(ready)[:limit]:
                 self.claim(execution_id, owner=owner, token=token, ttl=ttl)
-                claimed.append(Claimed(execution_id, token, self.acquire_fence(execution_id)))
+                flow_id = self._tables.rows[execution_id].projection.flow_id
+                claimed.append(Claimed(execution_id, token, self.acquire_fence(execution_id), flow_id))
             return claimed
 
     def claim_limited(

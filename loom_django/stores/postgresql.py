@@ -145,13 +145,15 @@ OWN: Final = named(
     ),
     Statement(
         "claim_ready",
-        "The head of the queues becomes held; rows that others are taking are left out. They are written by their places, "
-        "which stand while they are locked: a join that is planned for any limit reads the whole of a table of thousands.",
+        "The head of the queues becomes held; rows that others are taking are left out. They are written by an upsert that "
+        "never inserts, since they are there and locked: it goes by the key, whatever the plan. A join, or a list of places, "
+        "has the planner read the whole table, and a plan is kept that was made while that was small. The commit, if it is "
+        "ours, does not wait for the disk: that of the fences does, which follows before anybody runs what was claimed.",
         f"""
         {LANES},
         head as (
             select ready.* from ({LANES_IN_ORDER}) lane cross join lateral (
-                select x.id, x.priority, x.ready_at, x.ctid as place from loom_execution x
+                select x.id, x.priority, x.ready_at from loom_execution x
                 where x.queue = lane.queue and x.priority = lane.priority and x.ready_at <= $now
                 and (%(any_flow)s or exists (
                     select 1 from json_each_text(cast(%(known)s as json)) known
@@ -161,13 +163,22 @@ OWN: Final = named(
                 $lock_free(x)
             ) ready
             limit %(limit)s
+        ), quick as materialized (
+            select case when %(alone)s then set_config('synchronous_commit', 'off', true) end as set
         ), held as (
-            update loom_execution x set
+            insert into loom_execution (
+                id, flow_id, version, status, last_sequence, flow_hash, code_hash, created_at, updated_at, current_step,
+                in_doubt, waits, waiting_on, error_type, error_message, queue, priority, chain, subject_type, subject_id,
+                attributes, ready_at, lease_owner
+            )
+            select id, '', 1, 'PENDING', 0, '', '', ready_at, ready_at, '', 0, '[]', '', '', '', '', 0, id, '', '', '{{}}',
+                ready_at, ''
+            from head where (select count(*) from quick where set is distinct from '') = 1
+            on conflict (id) do update set
                 ready_at = null, lease_owner = %(owner)s, lease_token = %(token)s, lease_until = $later(ttl)
-            where x.ctid = any (array(select place from head))
-            returning x.id
+            returning id, flow_id
         )
-        select id, head.priority, $time(head.ready_at) from held join head using (id)
+        select id, flow_id, head.priority, $time(head.ready_at) from held join head using (id)
         """,
     ),
     Statement(
@@ -581,9 +592,10 @@ class PostgresStore(SqlStore):
     def _due_rows(self, parameters: Mapping[str, Any]) -> list[Row]:
         return self._run("claim_due", {**parameters, "alone": not compat.open_transaction(self.connection)})
 
-    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
-        rows = self._run("claim_ready", parameters)
-        return [row[0] for row in sorted(rows, key=lambda row: (-row[1], row[2]))]
+    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
+        alone = not compat.open_transaction(self.connection)
+        rows = self._run("claim_ready", {**parameters, "alone": alone})
+        return [(row[0], row[1]) for row in sorted(rows, key=lambda row: (-row[2], row[3]))]
 
     def send(
         self,

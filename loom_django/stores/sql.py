@@ -146,8 +146,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         """A store that appends for a group, over a connection of its own."""
 
     @abstractmethod
-    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
-        """Take ready executions and return their ids; committed when this returns."""
+    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Take ready executions and return their ids and flows; committed when this returns."""
 
     @abstractmethod
     def is_connection_lost(self, error: BaseException) -> bool:
@@ -646,11 +646,11 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         look = {"owner": owner, "token": token, "ttl": ttl, **_flow_filter(known), **_queue_filter([queue])}
         with self._under_queue(queue, "claim_limited"):
             most, again_in, now, next_at = self._queue_room(queue, limits)
-            ids = self._claim_batch({**look, "limit": min(limit, most)}) if most > 0 else []
-            if ids and limits.rate is not None:
-                spent = limits.spent(len(ids), now=now, next_at=next_at)
+            taken = self._claim_batch({**look, "limit": min(limit, most)}) if most > 0 else []
+            if taken and limits.rate is not None:
+                spent = limits.spent(len(taken), now=now, next_at=next_at)
                 self._run("spend_rate", {"queue": queue, "next_at": spent})
-        return QueueClaim(self._fenced(ids, token), again_in)
+        return QueueClaim(self._fenced(taken, token), again_in)
 
     @contextmanager
     def _under_queue(self, queue: str, call: str) -> Iterator[None]:
@@ -672,14 +672,17 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         now, timer, ready = self._run("upcoming", _queue_filter(queues))[0]
         return Upcoming(self._instant(now), self._time(timer), self._time(ready))
 
-    def _fenced(self, ids: Sequence[str], token: int) -> list[Claimed]:
+    def _fenced(self, taken: Sequence[tuple[str, str]], token: int) -> list[Claimed]:
         """Take the fences of what was just claimed."""
-        if not ids:
+        if not taken:
             return []
+        ids = dumps(sorted(execution_id for execution_id, _ in taken))
         # The fences in a statement of their own: together with the rows of executions they would be taken
         # in the wrong order, against everyone who holds a fence and waits for a row.
-        fences = {row[0]: row[1] for row in self._run("acquire_fences", {"ids": dumps(sorted(ids))})}
-        return [Claimed(execution_id, token, fences[execution_id]) for execution_id in ids]
+        fences = {row[0]: row[1] for row in self._run("acquire_fences", {"ids": ids})}
+        return [
+            Claimed(execution_id, token, fences[execution_id], flow_id) for execution_id, flow_id in taken
+        ]
 
     def renew(self, leases: Sequence[tuple[str, int]], *, ttl: float) -> set[str]:
         if not leases:

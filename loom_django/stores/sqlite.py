@@ -277,7 +277,7 @@ OWN: Final = named(
         "head_of_lane",
         "The rows to claim.",
         """
-        select x.id from loom_execution x
+        select x.id, x.flow_id from loom_execution x
         where x.queue = %(queue)s and x.priority = %(priority)s and x.ready_at <= $now
         and (%(any_flow)s or exists (
             select 1 from json_each(%(known)s) known
@@ -580,17 +580,17 @@ class SqliteStore(SqlStore):
 
         return self._atomically(hold)
 
-    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[str]:
-        def claim() -> list[str]:
-            claimed: list[str] = []
+    def _claim_batch(self, parameters: Mapping[str, Any]) -> list[tuple[str, str]]:
+        def claim() -> list[tuple[str, str]]:
+            claimed: list[tuple[str, str]] = []
             for queue, priority in self._run("lanes", parameters):
                 left = parameters["limit"] - len(claimed)
                 if left <= 0:
                     break
                 lane = {**parameters, "queue": queue, "priority": priority, "limit": left}
-                claimed += [row[0] for row in self._run("head_of_lane", lane)]
+                claimed += [(row[0], row[1]) for row in self._run("head_of_lane", lane)]
             if claimed:
-                self._run("claim_all", {**parameters, "ids": dumps(claimed)})
+                self._run("claim_all", {**parameters, "ids": dumps([row[0] for row in claimed])})
             return claimed
 
         return self._atomically(claim)

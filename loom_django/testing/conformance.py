@@ -1882,7 +1882,7 @@ class LeaseStoreConformance(StoreConformance):
         claimed = self.store.claim_limited(
             self.queue, QueueLimits(concurrency=9), owner="me", token=7, ttl=60, limit=9, known=self.known
         )
-        assert claimed == QueueClaim([Claimed(high.id, 7, 1), Claimed(low.id, 7, 1)])
+        assert claimed == QueueClaim([Claimed(log.id, 7, 1, self.flow_id) for log in (high, low)])
 
     def test_eight_claimers_never_hold_more_than_the_limit(self) -> None:
         """All of them together; each execution is claimed once."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from loom_django.conf import LoomSettings
 from loom_django.definitions import Registry
 from loom_django.engine.core import Engine
 from loom_django.engine.run import Ended
+from loom_django.services import worker as worker_module
 from loom_django.services.worker import Lane, WorkerService, lanes_of, next_in
-from loom_django.stores.base import QueueLimits
+from loom_django.stores.base import Claimed, Known, QueueLimits
 from loom_django.stores.memory import MemoryStore
 from loom_django.testing.conformance import Log
 
@@ -242,3 +244,118 @@ def test_a_thread_that_breaks_off_is_noticed(shop: Any, monkeypatch: pytest.Monk
     assert worker.held == {"default-0"}
     worker._held.clear()
     world.workers.clear()
+
+
+class Kinds:
+    """A worker that serves plain flows (``f``) and async ones (``g``), and keeps what it claims until it is told."""
+
+    def __init__(self, **options: Any) -> None:
+        self.store = MemoryStore()
+        registry = Registry()
+        registry.highest = lambda: {"f": 1, "g": 1}  # type: ignore[method-assign]
+        registry.all_async = lambda: {"g"}  # type: ignore[method-assign]
+        self.worker = WorkerService(Engine(self.store, LoomSettings, registry), **options)
+        self.worker._submit = self._submit  # type: ignore[method-assign,assignment]
+        self.looks: list[tuple[str, ...]] = []
+        self.claim_ready = self.store.claim_ready
+        self.store.claim_ready = self._look  # type: ignore[method-assign]
+        self.begun: list[tuple[str, bool]] = []
+        self.numbers = count()
+
+    def _look(self, *, known: Known, **options: Any) -> list[Claimed]:
+        self.looks.append(tuple(sorted(known.flows or ())))
+        return self.claim_ready(known=known, **options)
+
+    def _submit(self, claims: Any, counted: Any) -> None:
+        self.worker.claimed += len(claims)
+        for claim, _ in claims:
+            self.begun.append((claim.execution_id, counted.is_async))
+            self.worker._held[claim] = counted
+            self.worker._asynchronous += counted.is_async
+
+    def start(self, *flows: str) -> list[str]:
+        logs = [Log(f"{flow}{next(self.numbers)}", flow) for flow in flows]
+        for log in logs:
+            self.store.append(log.start())
+        return [log.id for log in logs]
+
+    def tick(self) -> list[tuple[str, ...]]:
+        """One tick; the flows that it looked for, by look."""
+        self.looks.clear()
+        self.worker.tick()
+        return list(self.looks)
+
+    def let_end(self) -> None:
+        self.worker._held.clear()
+        self.worker._asynchronous = 0
+
+
+def test_both_kinds_are_looked_for_together() -> None:
+    """One look for all, as far as there is room for each; what is claimed is run as its flow is."""
+    kinds = Kinds(concurrency=3, tasks=64)
+    ids = kinds.start("g", "f", "g", "f", "g")
+    assert kinds.tick()[0] == ("f", "g")
+    assert sorted(kinds.begun[:3]) == [("f1", False), ("g0", True), ("g2", True)]
+    assert sorted(name for name, _ in kinds.begun) == sorted(ids)
+    kinds.let_end()
+    assert kinds.tick() == [("f", "g")], "what finds less than there is room for has found all"
+
+
+def test_a_kind_that_has_room_is_not_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a long row of the kind that is full: a look costs as much as that row is long."""
+    kinds = Kinds(concurrency=1, tasks=4)
+    kinds.start(*["f"] * 100)
+    monkeypatch.setattr(worker_module, "REST", 1e9)
+    monkeypatch.setattr(worker_module, "REST_AT_MOST", 1e9)
+    assert kinds.tick() == [("f", "g"), ("g",)]
+    assert [is_async for _, is_async in kinds.begun] == [False]
+    assert kinds.tick() == []
+    assert kinds.worker.again_at is not None, "the loop is to look again then"
+    kinds.worker._rest_until.clear()  # as time would
+    assert kinds.tick() == [("g",)]
+    kinds.let_end()
+    assert kinds.tick()[0] == ("f", "g"), "with room for both nobody rests"
+
+
+def test_a_kind_that_was_found_is_looked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one kind is full the other is begun as it comes."""
+    kinds = Kinds(concurrency=1, tasks=64)
+    kinds.start("f", "f", "g", "g")
+    monkeypatch.setattr(worker_module, "REST", 1e9)
+    monkeypatch.setattr(worker_module, "REST_AT_MOST", 1e9)
+    assert kinds.tick() == [("f", "g"), ("g",)]
+    assert kinds.begun == [("f0", False), ("g2", True), ("g3", True)]
+    kinds.start(*["g"] * 5)
+    assert kinds.tick() == [("g",)]
+    assert len(kinds.begun) == 3 + 5
+
+
+def test_nobody_rests_while_nothing_runs() -> None:
+    """Who is asked to do what there is, and then to end, does not end before it."""
+    kinds = Kinds(concurrency=4, tasks=4)
+    kinds.worker._rest_until = {(None, False): float("inf"), (None, True): float("inf")}
+    kinds.start("f", "g")
+    kinds.tick()
+    assert len(kinds.begun) == 2
+
+
+def test_a_rest_is_short_however_long_the_look_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have waited for a database that was away."""
+    kinds = Kinds(concurrency=1, tasks=4)
+    kinds.start("f", "f")
+    monkeypatch.setattr(worker_module, "REST", 1e9)
+    kinds.tick()
+    again_in = kinds.worker._rest_until[None, True] - time.monotonic()
+    assert 0 < again_in <= worker_module.REST_AT_MOST
+
+
+def test_each_lane_rests_by_itself() -> None:
+    """That one queue has nothing of a kind says nothing of another queue."""
+    kinds = Kinds(concurrency=1, tasks=4)
+    kinds.start("f", "f")
+    kinds.tick()
+    low = Lane(-1, ("low",))
+    kinds.worker._rest_until = {(("low",), True): float("inf")}
+    assert kinds.worker._rests(low, is_async=True)
+    assert not kinds.worker._rests(low, is_async=False)
+    assert not kinds.worker._rests(Lane(0, None), is_async=True)

@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.db import OperationalError, connection, transaction
@@ -19,6 +21,7 @@ from loom_django.stores.base import (
     READY,
     Commit,
     Known,
+    QueueLimits,
     RowLocked,
     SequenceOccupied,
     TimerRow,
@@ -481,6 +484,55 @@ class TestNoDeadlock(Postgres):
         with transaction.atomic():
             claim()
             assert self.store._execute("show synchronous_commit") == on
+
+    def test_a_claim_does_not_wait_for_the_disk(self):
+        """Its fences do, which are taken behind it; what follows in the session, or in a caller's transaction, does too."""
+        on, unwritten = [("on",)], "select pg_current_wal_insert_lsn() > pg_current_wal_flush_lsn()"
+        lease: dict[str, Any] = {"owner": "me", "token": 7, "ttl": 60, "limit": 9, "known": self.known}
+        levels: list[Any] = []
+        written: list[bool] = []
+        run = self.store._run
+
+        def looked(name: str, parameters: Any) -> Any:
+            rows = run(name, parameters)
+            if name == "claim_ready":
+                written.append(self.store._execute(unwritten) == [(False,)])
+                levels.append(self.store._execute("show synchronous_commit"))
+            return rows
+
+        with patch.object(self.store, "_run", looked):
+            for _ in range(50):  # the server writes it a moment later, and may be quicker than the look
+                log = self.started()
+                assert [one.execution_id for one in self.store.claim_ready(**lease)] == [log.id]
+                if not written[-1]:
+                    break
+            else:
+                pytest.fail("each was on disk")
+            with transaction.atomic():
+                self.started()
+                assert len(self.store.claim_ready(**lease)) == 1
+                self.started(queue="q")
+                assert self.store.claim_limited("q", QueueLimits(concurrency=1), **lease).claims
+        assert set(map(tuple, levels)) == {tuple(on)}
+
+    def test_events_are_written_before_the_row(self):
+        """All appends reach what they write in one order: this one waits for the row with its events in its hands."""
+        log = self.running()
+        commit = log.commit()
+        with holding(f"select from loom_execution where id = '{log.id}' for update") as rival:
+            waiting = self.append_in_thread(commit)
+            wait_until_blocked()
+            with connect() as another:
+                another.execute("set local lock_timeout = '100ms'")
+                with pytest.raises(psycopg.errors.LockNotAvailable):
+                    another.execute(
+                        "insert into loom_event (execution_id, sequence, kind, payload, writer, is_kernel, recorded_at) "
+                        "values (%s, %s, 'X', '{}', 1, true, now())",
+                        [log.id, commit.first_sequence],
+                    )
+            rival.commit()
+        waiting.join()
+        assert len(self.store.read(log.id)) == 2
 
 
 class TestIsolation(Postgres):
