@@ -276,8 +276,8 @@ _LOGGED: Final = """logged as (
     insert into loom_event (
         execution_id, sequence, kind, payload, fence, writer, is_kernel, recorded_at
     )
-    select d.id, d.seq, d.kind, d.body::json, d.fence, d.writer, d.kernel, l.now
-    from d join landing l on l.id = d.id where d.k = 'e' order by d.id, d.seq
+    select d.id, d.seq, d.kind, d.body::json, d.fence, d.writer, d.kernel, (select now from landing limit 1)
+    from d where d.k = 'e' and (d.id in (select id from landing)) is true order by d.id, d.seq
     returning sequence
 )"""
 
@@ -317,7 +317,7 @@ def _told(parts: Parts) -> str:
         insert into loom_execution (id, {_COLUMNS}, ready_at, lease_owner, lease_token, lease_until)
         select l.id, {", ".join(values)}, {own}
         from landing l cross join lateral json_to_record(l.line) as r({", ".join(line)})
-        cross join (select count(*) from logged) done
+        where (select count(*) from logged) is not null
         on conflict (id) do update set {_UPDATES}{owners}
         returning id, xmax = 0 as made
     )"""
