@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
     bodies = ceil(busiest * options.steps * options.step_seconds)
     cores = busiest * appends * options.worker_us / 1e6
     workers = max(ceil(cores), ceil(bodies / options.concurrency), 1)
-    connections = bodies + 5 * workers
+    connections = bodies + 6 * workers
     server = busiest * appends * options.server_us / 1e6
     kept = days(options)
     each = events * options.event_bytes + options.row_bytes

@@ -260,3 +260,18 @@ def connection_apart(alias: str) -> Iterator[Any]:
         yield connection
     finally:
         connection.close()
+
+
+def driver_apart(alias: str) -> Any:
+    """The driver's own connection, made and set up by Django, which knows nothing more of it; in autocommit.
+
+    None where somebody watches what Django sends over it, and would not see what goes around Django.
+    """
+    connection = _unpooled(alias)
+    connection.settings_dict["AUTOCOMMIT"] = True
+    connection.ensure_connection()
+    if connection.queries_logged or connection.execute_wrappers:
+        connection.close()
+        return None
+    driver, connection.connection = connection.connection, None
+    return driver

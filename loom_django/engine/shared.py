@@ -28,7 +28,7 @@ from loom_django.engine.drive import Append, Command, Invoke, Io, Land, Landing,
 from loom_django.engine.drive_async import Answer, Asked, AsyncDriver, answered
 from loom_django.engine.threads import Threads
 from loom_django.engine.unwind import Unwind, Why
-from loom_django.stores.base import Commit, RowLocked, Store
+from loom_django.stores.base import Commit, Pipe, RowLocked, Store
 
 try:
     from uvloop import new_event_loop
@@ -44,6 +44,13 @@ log = logging.getLogger("loom_django.run")
 # Each has a connection of its own if it uses one.
 STORE_THREADS: Final = 16
 TOOL_THREADS: Final = 16
+
+# So many commits of one turn of the loop are sent before all of it is composed: enough to share a statement, few enough that
+# the server has something to do meanwhile. Of 8, 16 and 32 this was the quickest.
+PIECE: Final = 16
+
+# A way for the loop to append by itself is opened anew so many seconds after the last try, at the earliest.
+OPEN_AGAIN: Final = 5.0
 
 # A loop that has stood still for longer, in seconds, is told of.
 BLOCKED: Final = 1.0
@@ -98,10 +105,11 @@ class _Task(asyncio.Task[Any]):
 
 
 class _Writer:
-    """Lands what the bodies append: one grouped call at a time, with whatever has come since the last one.
+    """Lands what the bodies append, with whatever else has come by then; there is no timer and no smallest batch.
 
-    There is no timer and no smallest batch. What is composed in one turn of the loop goes together; what comes while
-    that is under way goes next, and each turn's answers are handed out in one turn.
+    Where the store has a pipe, the loop sends by itself: what is composed in one turn goes in pieces, so that the server
+    works on one while the next is composed. What the pipe cannot take, or has lost, goes by a thread, one grouped call
+    at a time. Each turn's answers are handed out in one turn.
     """
 
     def __init__(self, place: BodyLoop, store: Store) -> None:
@@ -109,25 +117,60 @@ class _Writer:
         self._store = store
         self._thread = Threads("loom-writer", 1)  # no other call of the store keeps it waiting
         self._waiting: list[tuple[Commit, Asked]] = []
-        self._is_busy = False
+        self._is_due = False  # what waits is sent at the end of this turn
+        self._in_thread = 1  # batches that the thread has, or that wait for it; and the first look for a pipe
+        self._pipe: Pipe | None = None
+        self._open_at = 0.0  # not before this instant, by the monotonic clock
+        self._ended = False
+        self._thread.put(self._open_first)
 
     def land(self, commit: Commit) -> Asked:
         """Have a commit landed; called in the loop."""
         asked = Asked(self._place.loop)
         self._waiting.append((commit, asked))
-        if not self._is_busy:
-            self._is_busy = True
-            self._place.loop.call_soon(self._send)
+        if self._pipe is not None and len(self._waiting) % PIECE == 0:
+            self._send()
+        elif not self._is_due:
+            self._is_due = True
+            self._place.loop.call_soon(self._send_rest)
         return asked
 
+    def _send_rest(self) -> None:
+        self._is_due = False
+        self._send()
+
     def _send(self) -> None:
-        self._is_busy = bool(self._waiting)
-        if self._is_busy:
-            batch, self._waiting = self._waiting, []
-            try:
-                self._thread.put(partial(self._append, batch))
-            except RuntimeError as error:  # no thread is to be had: nobody is left waiting for one
-                self._landed(batch, [error] * len(batch))
+        """Send what waits, if it may go yet."""
+        pipe = self._pipe
+        if pipe is not None and not pipe.has_room:
+            pipe.look()
+        if pipe is not None and pipe.closed:
+            pipe = self._pipe = None
+        if not self._waiting or (self._in_thread if pipe is None else not pipe.has_room):
+            return
+        most = len(self._waiting) if pipe is None else pipe.most
+        batch, self._waiting = self._waiting[:most], self._waiting[most:]
+        if pipe is None or not pipe.send([commit for commit, _ in batch], partial(self._told, batch)):
+            self._send_by_thread(batch)
+
+    def _told(self, batch: Sequence[tuple[Commit, Asked]], landed: Sequence[bool]) -> None:
+        """What the pipe says of a batch."""
+        self._send()  # so that the next batch is on its way before those of this one go on
+        unknown = []
+        for one, has_landed in zip(batch, landed, strict=True):
+            if has_landed:
+                one[1].tell((None, None))
+            else:
+                unknown.append(one)
+        if unknown:
+            self._send_by_thread(unknown)
+
+    def _send_by_thread(self, batch: Sequence[tuple[Commit, Asked]]) -> None:
+        self._in_thread += 1
+        try:
+            self._thread.put(partial(self._append, batch))
+        except RuntimeError as error:  # no thread is to be had: nobody is left waiting for one
+            self._landed(batch, [error] * len(batch))
 
     def _append(self, batch: Sequence[tuple[Commit, Asked]]) -> None:
         outcomes: Sequence[BaseException | None]
@@ -136,19 +179,62 @@ class _Writer:
         except BaseException as error:
             outcomes = [error] * len(batch)
         self._place.loop.call_soon_threadsafe(self._landed, batch, outcomes)
+        if self._pipe is None and not any(outcomes):
+            self._open()  # the database is there
 
     def _landed(
         self, batch: Sequence[tuple[Commit, Asked]], outcomes: Sequence[BaseException | None]
     ) -> None:
-        self._send()  # so that the next batch is on its way before those of this one go on
+        self._in_thread -= 1
+        self._send()
         for (commit, asked), outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, RowLocked):
                 self._place.store.put(partial(self._append_alone, commit, asked))
             else:
                 asked.tell((None, outcome))
 
+    def _open_first(self) -> None:
+        self._open()
+        self._place.loop.call_soon_threadsafe(self._landed, (), ())
+
+    def _open(self) -> None:
+        """Open a pipe, if the store has one; in the thread."""
+        if time.monotonic() < self._open_at:
+            return
+        self._open_at = time.monotonic() + OPEN_AGAIN
+        try:
+            pipe = self._store.pipe(self._place.loop)
+        except Exception as error:
+            log.info("appends of async bodies go through a thread, for no connection is to be had: %s", error)
+            return
+        if pipe is None:
+            self._open_at = float("inf")
+        elif self._ended:  # it took longer than was waited for, and the loop may turn no more
+            pipe.close()
+        else:
+            self._place.loop.call_soon_threadsafe(self._begin, pipe)
+
+    def _begin(self, pipe: Pipe) -> None:
+        try:
+            if self._pipe is None and not self._ended:
+                pipe.begin()
+                self._pipe = pipe
+                return
+        except Exception as error:
+            log.info("appends of async bodies go through a thread: %r", error)
+            if isinstance(error, NotImplementedError):  # this loop watches no socket, and never will
+                self._open_at = float("inf")
+        pipe.close()
+
     def end(self) -> None:
+        """Called when nothing runs any more, from another thread than the loop's."""
+        self._ended = True
+        self._place.loop.call_soon_threadsafe(self._close)
         self._thread.end()
+
+    def _close(self) -> None:
+        if self._pipe is not None:
+            self._pipe.close()
 
     def _append_alone(self, commit: Commit, asked: Asked) -> None:
         """Land what waits for a row that others hold, for as long as that takes."""
@@ -197,8 +283,8 @@ class BodyLoop:
     def end(self) -> None:
         """End the loop and its threads; for when nothing runs in it any more."""
         self._ended.set()
-        self.loop.call_soon_threadsafe(self.loop.stop)
         self._writer.end()
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self.store.end()
         self.tools.end()
 

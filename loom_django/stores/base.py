@@ -18,6 +18,7 @@ integer microseconds.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -425,6 +426,40 @@ class Known:
 ANY_FLOW: Final = Known()
 
 
+# Of each commit that was sent: True if it has landed. Of the others nothing is known.
+Told = Callable[[Sequence[bool]], None]
+
+
+class Pipe(Protocol):
+    """Lands commits out of an event loop, without a thread that waits for them. All calls are made in the loop's thread."""
+
+    closed: bool
+    """True when nothing more can be sent by it: it was closed, or its connection is lost."""
+
+    most: int
+    """So many commits may go at once."""
+
+    def begin(self) -> None:
+        """Have the loop watch it. Raises NotImplementedError where a loop watches nothing."""
+
+    @property
+    def has_room(self) -> bool:
+        """True if more may be sent before an answer has come."""
+
+    def send(self, commits: Sequence[Commit], tell: Told) -> bool:
+        """Send commits, each of which lands or not by itself; False if these cannot go by it, and nothing was sent.
+
+        ``tell`` is called once. What has not been seen to land goes by :meth:`EventStore.append_shared`, and may have
+        landed for all that.
+        """
+
+    def look(self) -> None:
+        """Take the answers that have come."""
+
+    def close(self) -> None:
+        """Let go of the connection; nothing is on its way any more."""
+
+
 class EventStore(Protocol):
     """The log and its fences."""
 
@@ -465,6 +500,13 @@ class EventStore(Protocol):
 
         But in a caller's transaction, a commit that meets a row which somebody holds is let fall after a moment, and
         nobody else waits for it: its outcome is ``RowLocked``, and ``append_many`` waits with it.
+        """
+
+    def pipe(self, loop: asyncio.AbstractEventLoop) -> Pipe | None:
+        """A way for an event loop to land commits by itself; None where there is none. Called where it may be waited for.
+
+        Raises:
+            django.db.Error: no connection is to be had.
         """
 
     def read(self, execution_id: str, *, after: int = 0, limit: int | None = None) -> list[Event]:

@@ -6,6 +6,7 @@ change of an execution it asserts that exactly one of four holds: finished, park
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
@@ -37,6 +38,7 @@ from loom_django.stores.base import (
     NewExecution,
     Ownership,
     ParkFences,
+    Pipe,
     QueueClaim,
     QueueLimits,
     ScheduleRow,
@@ -168,6 +170,9 @@ class MemoryStore:
 
     def append_shared(self, commits: Sequence[Commit]) -> list[Exception | None]:
         return self.append_many(commits)
+
+    def pipe(self, loop: asyncio.AbstractEventLoop) -> Pipe | None:
+        return None
 
     @contextmanager
     def grouping(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ an ``execute_wrapper``), they go through Django's cursor instead, and are seen.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -26,11 +27,13 @@ from loom_django.stores.base import (
     Acquired,
     AppendRefused,
     Commit,
+    Pipe,
     RowLocked,
     SequenceOccupied,
     Stale,
 )
-from loom_django.stores.postgresql_append import Parts, document, parts_of, text_of
+from loom_django.stores.postgresql_append import MOST_COMMITS, Parts, document, parts_of, text_of
+from loom_django.stores.postgresql_pipe import PostgresPipe
 from loom_django.stores.retention import STATEMENTS as RETENTION
 from loom_django.stores.schedules import STATEMENTS as SCHEDULES
 from loom_django.stores.sql import EPOCH, Backoff, Row, SqlStore, chain_of_causes
@@ -45,9 +48,6 @@ from loom_django.stores.statements import (
     dialect,
     named,
 )
-
-# Statements of more commits than this are sent in parts: one part must not hold its rows for long.
-MOST_COMMITS: Final = 256
 
 # A connection exception, an operator's intervention, a transaction that sat idle for too long. No state at
 # all means that the client noticed by itself.
@@ -450,6 +450,14 @@ class PostgresStore(SqlStore):
         return sqlstate(error) in _TRANSIENT or super()._may_resend(error)
 
     # Appends.
+
+    def pipe(self, loop: asyncio.AbstractEventLoop) -> Pipe | None:
+        # A transaction pooler keeps nothing prepared.
+        pooled = self.connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
+        if pooled or self.connection.queries_logged or not psycopg.Pipeline.is_supported():
+            return None
+        driver = compat.driver_apart(self.alias)
+        return None if driver is None else PostgresPipe(driver, loop, shift=lambda: self._shift)
 
     def _make_writer(self) -> SqlStore:
         return _Writer(self.alias, give_up=self.give_up)

@@ -34,6 +34,9 @@ from loom_django.stores.statements import UPSERT_TIMER
 
 BRIEF: Final = "200ms"
 
+# Statements of more commits than this are sent in parts: one part must not hold its rows for long.
+MOST_COMMITS: Final = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:

@@ -6,6 +6,7 @@ goes over Django's connection of the calling thread, so it joins a caller's ``at
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import threading
@@ -42,6 +43,7 @@ from loom_django.stores.base import (
     Look,
     Message,
     ParkFences,
+    Pipe,
     QueueClaim,
     QueueLimits,
     RowLocked,
@@ -173,6 +175,9 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
         with self.grouping():  # also where none is open: it holds many rows, and is not to wait long for one
             group = self._group_for(commits)
             return self.append_many(commits) if group is None else group.land_all(commits)
+
+    def pipe(self, loop: asyncio.AbstractEventLoop) -> Pipe | None:
+        return None
 
     def _group_for(self, commits: Sequence[Commit]) -> AppendGroup | None:
         """What these may go with others in: not a caller's transaction, nor where a note needs one of its own."""

@@ -81,6 +81,8 @@ def _prepare(job: dict[str, Any]) -> None:
 
 def _watch_appends(store: Any, stage: Any) -> None:
     """Before each append the point "append" is reached, by the kind of its last event."""
+    from tests.pipes import watch_pipes
+
     append, append_shared = store.append, store.append_shared
 
     def watched(commit: Any) -> None:
@@ -88,11 +90,15 @@ def _watch_appends(store: Any, stage: Any) -> None:
         append(commit)
 
     def watched_shared(commits: Any) -> Any:
-        for commit in commits:
-            stage.reached("append", str(commit.events[-1].kind))
+        reached(commits)
         return append_shared(commits)
 
+    def reached(commits: Any) -> None:
+        for commit in commits:
+            stage.reached("append", str(commit.events[-1].kind))
+
     store.append, store.append_shared = watched, watched_shared
+    watch_pipes(store, before=reached)
 
 
 def _say_when_draining() -> None:

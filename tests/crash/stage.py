@@ -121,6 +121,7 @@ def watch(before: Callable[[str], int], after: Callable[[int], None]) -> None:
 
             psycopg.Cursor.execute = around(psycopg.Cursor.execute, text)  # type: ignore[method-assign]
             psycopg.Connection.commit = around(psycopg.Connection.commit, lambda: "COMMIT")  # type: ignore[method-assign]
+            _watch_piped(before, after)
         elif engine.endswith("sqlite3"):
             from django.db.backends.sqlite3.base import SQLiteCursorWrapper
 
@@ -130,3 +131,21 @@ def watch(before: Callable[[str], int], after: Callable[[int], None]) -> None:
 
             SQLiteCursorWrapper.execute = around(SQLiteCursorWrapper.execute, text)  # type: ignore[method-assign]
             connections.settings[alias].setdefault("OPTIONS", {})["factory"] = Watched
+
+
+def _watch_piped(before: Callable[[str], int], after: Callable[[int], None]) -> None:
+    """The same around each statement of an event loop: when it is sent, and when its answer has come."""
+    from loom_django.stores.postgresql_pipe import PostgresPipe
+
+    send = PostgresPipe.send
+
+    def watched(self: Any, commits: Any, tell: Any) -> bool:
+        number = before("an append of an event loop")
+
+        def told(landed: Any) -> None:
+            after(number)
+            tell(landed)
+
+        return send(self, commits, told)
+
+    PostgresPipe.send = watched  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from loom_django.services.verify import columns
 from loom_django.stores import store_for
 from loom_django.stores.base import Commit
 from loom_django.stores.memory import MemoryStore
+from tests.pipes import watch_pipes
 
 
 class World:
@@ -65,9 +66,13 @@ class World:
             project(fold(events[:length]))
 
 
-def watch_projection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every append, whatever a test does: the row that landed is the fold of the log that landed."""
+def watch_projection(store: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """After every append, whatever a test does: the row that landed is the fold of the log that landed.
+
+    Of what an event loop lands by itself this is seen at the end, by a call of what is returned.
+    """
     append, append_shared = store.append, store.append_shared
+    piped: dict[str, Commit] = {}
 
     def check(commit: Commit) -> None:
         state = fold(store.read(commit.execution_id))
@@ -86,6 +91,15 @@ def watch_projection(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(store, "append", checked)
     monkeypatch.setattr(store, "append_shared", checked_shared)
+    monkeypatch.setattr(store, "pipe", store.pipe)
+    watch_pipes(store, after=lambda commits, _: piped.update({one.execution_id: one for one in commits}))
+
+    def check_piped() -> None:
+        for commit in piped.values():
+            if store.status(commit.execution_id) is not None:
+                check(commit)
+
+    return check_piped
 
 
 def stored_projection(store: Any, execution_id: str) -> dict[str, Any]:
@@ -108,9 +122,10 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     else:
         request.getfixturevalue("transactional_db")
         store = store_for(conf.get_settings().DATABASE)
-    watch_projection(store, monkeypatch)
+    check_piped = watch_projection(store, monkeypatch)
     with world_over(store) as made:
         yield made
+    check_piped()
 
 
 @contextmanager

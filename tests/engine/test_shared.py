@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -29,10 +30,14 @@ from loom_django.services.worker import WorkerService, next_in
 from loom_django.signals import execution_completed
 from loom_django.testing import override_loom
 from tests.engine.conftest import World
+from tests.pipes import by_thread
 
 if connection.vendor == "postgresql":
     from loom_django.stores import postgresql_append
+    from loom_django.stores.postgresql import PostgresStore
     from tests.stores import rivals
+else:
+    PostgresStore = NoneType  # type: ignore[assignment,misc]
 
 of_postgresql = pytest.mark.skipif(connection.vendor != "postgresql", reason="of PostgreSQL alone")
 
@@ -63,8 +68,12 @@ class Site:
         return [str(self.world.state(handle).status) for handle in started]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture(params=["asyncio", "uvloop", "thread"])
 def site(world: World, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Site]:
+    if request.param == "thread":
+        if not isinstance(world.engine.store, PostgresStore):
+            pytest.skip("it lands by a thread anyhow")
+        by_thread(world.engine.store)
     if request.param == "asyncio":
         monkeypatch.setattr(shared, "new_event_loop", asyncio.new_event_loop)
     else:
@@ -106,6 +115,7 @@ def test_a_tool_is_as_quick_as_it_is_however_busy_the_loop(
 
     store: Any = site.world.engine.store
     landed: list[int] = []
+    by_thread(store)
     plain = store.append_shared
     monkeypatch.setattr(
         store,
@@ -309,6 +319,7 @@ def test_a_note_that_is_made_while_a_sibling_is_being_stored_is_not_lost(
     storing, noted = threading.Event(), threading.Event()
     in_time: list[bool] = []
     store = site.world.engine.store
+    by_thread(store)
     append_shared = store.append_shared
 
     def append(commits: Sequence[Any]) -> Any:
@@ -798,6 +809,7 @@ def test_what_becomes_ready_together_is_landed_together(site: Site, monkeypatch:
     """Appends of many bodies go in few grouped calls, branches of one body in one commit, and no thread between."""
     store = site.world.engine.store
     calls_of: list[list[str]] = []
+    by_thread(store)
     append_shared = store.append_shared
 
     def append(commits: Sequence[Any]) -> Any:
@@ -833,6 +845,7 @@ def test_a_body_that_is_cancelled_while_its_append_is_under_way(
     """The append is waited for and counts; then the flow is told that it may not cut itself off."""
     storing, cancelled = threading.Event(), threading.Event()
     store = site.world.engine.store
+    by_thread(store)
     append_shared = store.append_shared
 
     def append(commits: Sequence[Any]) -> Any:
@@ -894,6 +907,7 @@ def test_who_is_told_of_an_end_may_ask_the_database(site: Site) -> None:
 def test_a_note_of_somebody_else_is_passed_in_the_loop(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes the sequence of a body's append, which goes behind it."""
     store = site.world.engine.store
+    by_thread(store)
     append_shared = store.append_shared
 
     def append(commits: Sequence[Any]) -> Any:
@@ -924,6 +938,7 @@ def test_an_append_that_fails_in_its_own_way_ends_no_other_body(
 ) -> None:
     """What the grouped call raises, whatever it is, is each body's own; the loop and the writer go on."""
     store = site.world.engine.store
+    by_thread(store)
     append_shared = store.append_shared
 
     def append(commits: Sequence[Any]) -> Any:
