@@ -122,7 +122,10 @@ class _Writer:
         self._pipe: Pipe | None = None
         self._open_at = 0.0  # not before this instant, by the monotonic clock
         self._ended = False
-        self._thread.put(self._open_first)
+        try:
+            self._thread.put(self._open_first)
+        except RuntimeError:  # no thread is to be had now; whoever appends is told so
+            self._in_thread = 0
 
     def land(self, commit: Commit) -> Asked:
         """Have a commit landed; called in the loop."""

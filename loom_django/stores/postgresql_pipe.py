@@ -42,7 +42,6 @@ class _Flight:
 
     commits: Sequence[Commit]
     tell: Told
-    text: str
     landed: frozenset[str] = frozenset()
 
 
@@ -98,7 +97,7 @@ class PostgresPipe:
         except Exception as error:
             log.debug("commits that cannot be put in words: %s", error)  # of each it is told by itself
             return False
-        self._flying.append(_Flight(commits, tell, text))
+        self._flying.append(_Flight(commits, tell))
         try:
             name = self._names.get(text)
             if name is None:
@@ -107,8 +106,8 @@ class PostgresPipe:
             self._server.send_query_prepared(name, parameters)
             self._server.pipeline_sync()
             self._flush()
-        except psycopg.Error as error:
-            self._give_up(error)
+        except Exception as error:
+            self._give_up(error)  # whatever it is, nobody is left waiting
         return True
 
     def look(self) -> None:
@@ -125,7 +124,7 @@ class PostgresPipe:
                     raise psycopg.OperationalError("an answer is missing")
                 was_gap = result is None
         except Exception as error:
-            self._give_up(error)  # whatever it is, nobody is left waiting
+            self._give_up(error)
 
     def _take(self, result: Any) -> None:
         flight = self._flying[0]
@@ -158,7 +157,7 @@ class PostgresPipe:
     def _write(self) -> None:
         try:
             self._flush()
-        except psycopg.Error as error:
+        except Exception as error:
             self._give_up(error)
         self.look()  # libpq may have read, while it could not write: nothing would tell the loop of that
 

@@ -324,6 +324,14 @@ def test_async_bodies_are_landed_by_one_writer(monkeypatch: pytest.MonkeyPatch) 
     assert len(handed) <= 2 * len(sizes) + 2
 
 
+@pytest.mark.parametrize("name", ["worker, 1 step", "worker, async, 1 step"])
+def test_the_bare_loop_writes_what_a_worker_does(name: str) -> None:
+    """Over the database too, whoever it is there that lands the appends: a marker, and the outcome with the end."""
+    (whole,) = (whole for whole in wholes.WHOLES if whole.name == name)
+    shape = wholes.shape_of(Bench(store_for("default"), keeper=NoKeeper()), whole, 2)
+    assert [len(append) for append in shape] == [1, 2]
+
+
 @pytest.mark.parametrize("whole", wholes.WHOLES, ids=lambda whole: whole.name)
 def test_each_benchmark_does_what_it_is_named_for(whole: wholes.Whole) -> None:
     """Two pieces of it, in memory: what was to end has ended, so no figure is of something that failed."""

@@ -14,6 +14,7 @@ from django.db import OperationalError, connection
 
 from loom_django import AsyncFlowContext, StepContext, flow, tool
 from loom_django.engine import shared
+from loom_django.engine.threads import Threads
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.worker import WorkerService
@@ -211,6 +212,31 @@ def test_answers_are_looked_for_where_there_is_no_room(world: World) -> None:
     assert max(pipe.sent) == shared.PIECE - 1
     assert sum(pipe.sent) == many
     assert {handle.status for handle in handles} == {Status.COMPLETED}
+
+
+@in_memory
+def test_a_worker_that_gets_no_thread_to_look_for_a_pipe_runs_bodies(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has claimed is not held for nothing: bodies append as soon as a thread is to be had."""
+    world.loom.dispatcher = WorkerDispatcher()
+    put = Threads.put
+    refused: list[Any] = []
+
+    def refuse_once(threads: Threads, work: Any) -> None:
+        if not refused:
+            refused.append(work)
+            raise RuntimeError("can't start new thread")
+        put(threads, work)
+
+    monkeypatch.setattr(Threads, "put", refuse_once)
+
+    @flow("p.threadless")
+    async def body(ctx: AsyncFlowContext) -> int:
+        return 1
+
+    assert run(world, body.start()) == [Status.COMPLETED]
+    assert len(refused) == 1
 
 
 @in_memory

@@ -324,6 +324,19 @@ class TestPipe(StoreConformance):
         pipe.close()
         assert pipe._driver.closed
 
+    def test_whatever_a_sending_raises_is_told(self, monkeypatch):
+        """A loop that cannot watch for room, say: nobody is left waiting, and nothing is raised into a body."""
+        self.open()
+
+        def refuse() -> None:
+            raise OSError("no more files")
+
+        monkeypatch.setattr(self.pipe, "_flush", refuse)
+        answers: list[Any] = []
+        assert self.turn(partial(self.pipe.send, [self.running().commit()], answers.append))
+        assert answers == [[False]]
+        assert self.pipe.closed
+
     def test_an_answer_that_is_missing_ends_it(self, monkeypatch):
         """Rather than being waited for in a circle."""
         self.open()
