@@ -25,6 +25,7 @@ from loom_django.engine.steps import CARRY_LIMIT
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.runtime import Handle
+from loom_django.services import worker as worker_module
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.worker import WorkerService, next_in
 from loom_django.signals import execution_completed
@@ -549,6 +550,7 @@ def test_a_worker_whose_loop_is_blocked_takes_no_async_work(
 ) -> None:
     """It is left to other workers; plain work goes on, and when the leases are over only the process can end it."""
     monkeypatch.setattr(shared, "BLOCKED", 0.1)
+    monkeypatch.setattr(worker_module, "REST", 0)  # a look at plain ones that found nothing is not to count
     release = threading.Event()
 
     @flow("s.blocks")

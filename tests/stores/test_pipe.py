@@ -254,8 +254,7 @@ class TestPipe(StoreConformance):
             for log in logs
         ]
         answers: list[Any] = []
-        self.turn(lambda: self.pipe.send(large, answers.append))
-        assert self.pipe._is_writing
+        assert self.turn(lambda: self.pipe.send(large, answers.append) and self.pipe._is_writing)
         self.until(lambda: bool(answers))
         assert answers == [[True] * 3]
         assert not self.pipe._is_writing
@@ -342,9 +341,14 @@ class TestPipe(StoreConformance):
         self.open()
         answers: list[Any] = []
         server = SimpleNamespace(consume_input=lambda: None, is_busy=lambda: False, get_result=lambda: None)
-        assert self.turn(partial(self.pipe.send, [self.running().commit()], answers.append))
-        self.pipe._server = server
-        self.turn(self.pipe.look)
+        commit = self.running().commit()
+
+        def send() -> None:
+            assert self.pipe.send([commit], answers.append)
+            self.pipe._server = server  # in the same turn: the real answer is not seen
+            self.pipe.look()
+
+        self.turn(send)
         assert answers == [[False]]
         assert self.pipe.closed
 
