@@ -14,11 +14,14 @@ from django.db import OperationalError, connection
 
 from loom_django import AsyncFlowContext, StepContext, flow, tool
 from loom_django.engine import shared
+from loom_django.engine.shared import BodyLoop
 from loom_django.engine.threads import Threads
 from loom_django.kernel.state import Status
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.worker import WorkerService
 from loom_django.stores.base import Commit, Told
+from loom_django.stores.memory import MemoryStore
+from loom_django.testing.conformance import Log
 from tests.engine.conftest import World
 from tests.pipes import watch_pipes
 
@@ -151,82 +154,55 @@ def test_whatever_becomes_of_what_is_sent(world: World) -> None:
             world.check(handle.id)
 
 
-def with_pipe(world: World, opened: list[Pipe], **attributes: Any) -> WorkerService:
-    """A worker whose loop has its pipe already, with these attributes; what has gone through it is not counted."""
-
-    @flow("p.first")
-    async def body(ctx: AsyncFlowContext) -> None:
-        pass
-
-    world.loom.dispatcher = WorkerDispatcher()
-    worker = WorkerService(world.engine, concurrency=1, tasks=4 * shared.PIECE)
-    body.start()
-    worker.tick()
-    with worker._condition:
-        assert worker._condition.wait_for(lambda: not worker._held, PATIENCE)
-    (pipe,) = opened
-    assert pipe.sent == [1]
-    pipe.sent.clear()
-    for name, value in attributes.items():
-        setattr(pipe, name, value)
-    return worker
+@pytest.fixture
+def loop_with_pipe() -> Iterator[tuple[BodyLoop, Pipe]]:
+    """A loop of bodies that has its pipe already, over a store in memory."""
+    store: Any = MemoryStore()
+    opened = pipe_into(store)
+    loop = BodyLoop(store)
+    until(lambda: bool(opened) and loop._writer._pipe is opened[0])
+    yield loop, opened[0]
+    loop.end()
+    until(lambda: opened[0].closed)
 
 
-@in_memory
-def test_what_is_composed_in_one_turn_goes_in_pieces(world: World) -> None:
+def land_in_one_turn(loop: BodyLoop, many: int) -> list[Log]:
+    """Starts of so many executions, all composed in one turn of the loop."""
+    logs = [Log(str(number), "f") for number in range(many)]
+    starts = [log.start() for log in logs]
+    loop.loop.call_soon_threadsafe(lambda: [loop._writer.land(start) for start in starts])
+    return logs
+
+
+def test_what_is_composed_in_one_turn_goes_in_pieces(loop_with_pipe: tuple[BodyLoop, Pipe]) -> None:
     """The first pieces are sent before all is composed; what finds no room goes together when an answer comes."""
-    opened = pipe_into(world.engine.store)
-    worker = with_pipe(world, opened, holds=True)
-
-    @flow("p.ends")
-    async def body(ctx: AsyncFlowContext) -> int:
-        return 1
-
+    loop, pipe = loop_with_pipe
+    pipe.holds = True
     many = 3 * shared.PIECE + 2
-    handles = [body.start() for _ in range(many)]
-    while worker.claimed < 1 + many:
-        worker.tick()
-
-    (pipe,) = opened
-    until(lambda: len(pipe.under_way) == 2)
+    logs = land_in_one_turn(loop, many)
+    until(lambda: len(loop._writer._waiting) == many - 2 * shared.PIECE)
     assert pipe.sent == [shared.PIECE, shared.PIECE]
-    until(lambda: len(worker._loop._writer._waiting) == many - 2 * shared.PIECE)  # type: ignore[union-attr]
     pipe.holds = False
     for _ in range(2):
-        pipe._loop.call_soon_threadsafe(pipe.answer)
-    with worker._condition:
-        assert worker._condition.wait_for(lambda: not worker._held, PATIENCE)
+        loop.loop.call_soon_threadsafe(pipe.answer)
+    until(lambda: {pipe._store.status(log.id) for log in logs} == {Status.PENDING})
     assert pipe.sent == [shared.PIECE, shared.PIECE, many - 2 * shared.PIECE]
-    assert worker.drain(PATIENCE)
-    until(lambda: pipe.closed)
-    assert {handle.status for handle in handles} == {Status.COMPLETED}
 
 
-@in_memory
-def test_answers_are_looked_for_where_there_is_no_room(world: World) -> None:
+def test_answers_are_looked_for_where_there_is_no_room(loop_with_pipe: tuple[BodyLoop, Pipe]) -> None:
     """In the middle of a turn, so that the next piece goes at once; and no piece is larger than what may go at once."""
-    opened = pipe_into(world.engine.store)
-    worker = with_pipe(world, opened, holds=True, looks=True, most=shared.PIECE - 1)
-
-    @flow("p.looks")
-    async def body(ctx: AsyncFlowContext) -> int:
-        return 1
-
+    loop, pipe = loop_with_pipe
+    pipe.holds = pipe.looks = True
+    pipe.most = shared.PIECE - 1
     many = 4 * shared.PIECE
-    handles = [body.start() for _ in range(many)]
-    while worker.claimed < 1 + many:
-        worker.tick()
-    (pipe,) = opened
+    land_in_one_turn(loop, many)
     until(lambda: len(pipe.sent) >= 4)
+    assert max(pipe.sent) == shared.PIECE - 1
     pipe.holds = False
     for _ in range(2):
-        pipe._loop.call_soon_threadsafe(lambda: pipe.under_way and pipe.answer())
-    with worker._condition:
-        assert worker._condition.wait_for(lambda: not worker._held, PATIENCE)
-    assert worker.drain(PATIENCE)
+        loop.loop.call_soon_threadsafe(lambda: pipe.under_way and pipe.answer())
+    until(lambda: sum(pipe.sent) == many)
     assert max(pipe.sent) == shared.PIECE - 1
-    assert sum(pipe.sent) == many
-    assert {handle.status for handle in handles} == {Status.COMPLETED}
 
 
 @in_memory
