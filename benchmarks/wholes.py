@@ -86,6 +86,12 @@ def fans_out(ctx: FlowContext, count: int) -> int:
     return len(ctx.await_children(children))
 
 
+@flow("benchmarks.fans_out_async")
+async def fans_out_async(ctx: AsyncFlowContext, count: int) -> int:
+    children = [await ctx.start_child(async_steps, ORDER, 1) for _ in range(count)]
+    return len(await ctx.await_children(children))
+
+
 @dataclass(frozen=True)
 class Whole:
     """``prepare`` makes ready so many pieces of work, outside the clock; ``work`` does them, so many at a time."""
@@ -183,6 +189,10 @@ def fans(bench: Bench, count: int) -> list[str]:
     return ready(bench, fans_out, 1, count)
 
 
+def fans_async(bench: Bench, count: int) -> list[str]:
+    return ready(bench, fans_out_async, 1, count)
+
+
 def run_fan(bench: Bench, parents: Sequence[str], level: int) -> None:
     """Run a parent, its children, and the parent again when they have ended."""
     timers = TimerService(bench.engine, lambda: bench.loom.dispatcher)
@@ -223,6 +233,7 @@ WHOLES: Final = (
     Whole("replay of 1 000 steps", recorded, replay, 1_000, (1,), reads=True),
     Whole("replay of 10 000 steps", recorded, replay, 10_000, (1,), reads=True),
     Whole("children of one parent", fans, run_fan, 1_000, most_runs=3),
+    Whole("children of one parent, async", fans_async, run_fan, 1_000, most_runs=3),
 )
 
 

@@ -413,10 +413,10 @@ class Body:
     def land_start(self, start: Commit) -> None:
         """Make the kept facts durable together with a child's start; one that follows another need not be waited for.
 
-        Only where the appends of several threads share commits, and a body has a thread of its own.
+        Only where the appends of several threads share commits.
         """
         journal = self.journal
-        apart = self.engine.store.shares_commits and not self.flow.is_async and not self.driver.one_thread
+        apart = self.engine.store.shares_commits and not self.driver.one_thread
         # Not beside branches: what their tools have done meanwhile would go with a start that is refused.
         if apart and len(self.shared.bodies) == 1 and journal.may_go_on():
             journal.send(start)

@@ -179,7 +179,8 @@ class Journal:
             Changed: with ``unchanged``, token or log are not what they were.
             StoreUnavailableError: the database stayed away.
         """
-        self.settle()
+        if self.is_waited_for:
+            yield Io(self.settle)
         if not self.kept:
             return ()
         patience = self.patience
@@ -260,6 +261,11 @@ class Journal:
     def is_settled(self) -> bool:
         """True if nothing is under way, and each start of a child that was recorded has landed."""
         return not self._also and (self._under_way is None or self._under_way.is_over)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True if :meth:`settle` has something to do, which may take long: an event loop has it done in a thread."""
+        return self._under_way is not None and not self._under_way.is_told
 
     def settle(self) -> None:
         """Wait for what is under way. What was refused is kept again, with what is to land with it."""

@@ -250,7 +250,8 @@ def _ended(body: Body, token: int, value: Any, raised: BaseException | None) -> 
     for left in (body.sealed, raised):
         if isinstance(left, Unwind) and left.why is Why.CRASHED:
             return Ended.LOST
-    body.journal.settle()
+    if body.journal.is_waited_for:
+        yield Io(body.journal.settle)
     if not body.journal.is_settled and (body.sealed is None or body.sealed.why not in (Why.LOST, Why.STORE)):
         with suppress(Unwind, LoomError):  # the body is sealed, or misused, then
             yield from body.landing()

@@ -49,6 +49,12 @@ class UnderWay:
         with self._condition:
             return not (self._is_busy or self._refused or self._waiting)
 
+    @property
+    def is_told(self) -> bool:
+        """True if that is so, and it was asked since what has landed."""
+        with self._condition:
+            return not (self._is_busy or self._refused or self._waiting or self._landed)
+
     def send(self, commit: Commit) -> None:
         """Have a commit landed behind those that were sent before."""
         with self._condition:

@@ -18,7 +18,9 @@ from loom_django.engine.unwind import Unwind, Why
 from loom_django.errors import ExecutionFailedError
 from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
+from loom_django.runtime import Handle
 from loom_django.services.dispatch import WorkerDispatcher
+from loom_django.services.worker import WorkerService
 from loom_django.stores.base import Commit
 from tests.engine.conftest import World
 
@@ -176,6 +178,156 @@ def test_whatever_could_tell_of_a_child_waits_for_it(world: World, gate: Gate, c
     assert gate.sizes == SIZES
     parked = what in ("a park", "a look")
     assert world.state("p").status is (Status.SUSPENDED if parked else Status.COMPLETED)
+
+
+async def astart_all(ctx: AsyncFlowContext, child: Any, gate: Gate) -> list[Any]:
+    started = [await ctx.start_child(child, number) for number in range(2)]
+    assert gate.reached.wait(60)
+    return started + [await ctx.start_child(child, number) for number in range(2, CHILDREN)]
+
+
+def run_in_loop(world: World, *handles: Handle[Any]) -> None:
+    """Run these, and what children are there by then, in a worker."""
+    worker = WorkerService(world.engine, concurrency=CHILDREN)
+    while worker.claimed < len(handles):
+        worker.tick()
+    with worker._condition:
+        assert worker._condition.wait_for(lambda: not worker._held, 60)
+    assert worker.drain(60)
+
+
+async def tell(
+    ctx: AsyncFlowContext, what: str, look: Any, count: Callable[[], None], started: list[Any]
+) -> None:
+    async def looks(branch: AsyncFlowContext) -> None:
+        await branch.run(look)
+
+    async def rests(branch: AsyncFlowContext) -> None: ...
+
+    if what == "a step":
+        await ctx.run(look)
+    elif what == "a decider":
+        await ctx.decide("d", count)
+    elif what == "a branch":
+        await ctx.parallel({"a": looks, "b": rests})
+    elif what == "a park":
+        await ctx.sleep(60)
+    elif what == "a look":
+        await ctx.await_children(started, mode="any")  # one that is not there has ended
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a loop of its own", "the loop of a worker"])
+@pytest.mark.parametrize("what", ["a step", "a decider", "a branch", "the end", "a park", "a look"])
+def test_whatever_could_tell_of_a_child_of_an_async_body_waits_for_it(
+    world: World, gate: Gate, child: Any, what: str, shared: bool
+) -> None:
+    """As of a plain one; and they land together as well."""
+    there: list[int] = []
+
+    def count() -> None:
+        found = [world.engine.store.status(f"p/u.child#{number + 1}") for number in range(CHILDREN)]
+        there.append(CHILDREN - found.count(None))
+
+    @tool
+    def look(ctx: StepContext) -> None:
+        count()
+
+    @flow("u.atells", steps=[look], durability="deferred")
+    async def parent(ctx: AsyncFlowContext) -> Any:
+        started = await astart_all(ctx, child, gate)
+        threading.Timer(0.05, gate.open.set).start()  # what did not wait would look before
+        await tell(ctx, what, look, count, started)
+        return what
+
+    handle = parent.using(execution_id="p").start()
+    if shared:
+        run_in_loop(world, handle)
+    else:
+        run(world, "p")
+    count()
+    assert there == [CHILDREN] * (2 if what in ("a step", "a decider", "a branch") else 1)
+    assert gate.sizes == SIZES
+    assert world.kinds("p").count("CHILD_STARTED") == CHILDREN
+    if what not in ("a park", "a look"):
+        assert handle.result() == what
+    world.check("p")
+    join()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["a step", "the end"])
+def test_the_loop_goes_on_while_a_body_waits_for_its_starts(
+    world: World, gate: Gate, child: Any, ends: bool
+) -> None:
+    """What waits is one body: its neighbours run to their ends meanwhile."""
+    waits = threading.Event()
+
+    @tool
+    async def step(ctx: StepContext) -> int:
+        return 1
+
+    @flow("u.waits", steps=[step])
+    async def parent(ctx: AsyncFlowContext) -> int:
+        await astart_all(ctx, child, gate)
+        waits.set()
+        return 1 if ends else await ctx.run(step)
+
+    @flow("u.neighbour", steps=[step])
+    async def neighbour(ctx: AsyncFlowContext) -> int:
+        while not waits.is_set():
+            await asyncio.sleep(0)
+        ones = [await ctx.run(step) for _ in range(3)]
+        gate.open.set()
+        return sum(ones)
+
+    handles = parent.start(), neighbour.start()
+    run_in_loop(world, *handles)
+    assert [handle.result() for handle in handles] == [1, 3]
+    join()
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["a step", "the end"])
+@pytest.mark.parametrize("why", ["a note", "an id that is taken", "another owner", "a crash"])
+def test_starts_of_an_async_body_that_are_refused(
+    world: World, gate: Gate, child: Any, why: str, ends: bool
+) -> None:
+    """What the body does next learns of it, as that of a plain one does."""
+    ran: list[int] = []
+
+    @tool
+    async def step(ctx: StepContext) -> None:
+        ran.append(1)
+
+    @flow("u.refused", steps=[step])
+    async def parent(ctx: AsyncFlowContext) -> None:
+        await astart_all(ctx, child, gate)
+        gate.open.set()
+        if not ends:
+            await ctx.run(step)
+
+    def refuse(commit: Commit) -> None:
+        gate.then = lambda commit: None
+        if why == "a note":
+            outside.note(world.engine, "p", Kind.EXECUTION_DENIED, {"act": "cancel", "principal": "x"})
+        elif why == "another owner":
+            world.engine.store.acquire_fence("p")
+        elif why == "a crash":
+            raise Unwind(Why.CRASHED)
+
+    gate.then = refuse
+    if why == "an id that is taken":
+        child.using(execution_id=f"p/u.child#{CHILDREN}").start(7)
+        assert world.engine.store.claim(f"p/u.child#{CHILDREN}", owner="w", token=1, ttl=600)
+    handle = parent.using(execution_id="p").start()
+    run_in_loop(world, handle)
+    join()
+    told = Counter(world.kinds("p"))
+    lands = why in ("a note", "a crash")  # by the body itself: nothing says that it is not its own any more
+    assert told["CHILD_STARTED"] == {"an id that is taken": 2, "another owner": 1}.get(why, CHILDREN)
+    assert ran == [1] * (lands and not ends)
+    status = {"an id that is taken": Status.FAILED, "another owner": Status.RUNNING}
+    assert world.state("p").status is status.get(why, Status.COMPLETED)
+    there = [world.engine.store.status(f"p/u.child#{number + 1}") is not None for number in range(CHILDREN)]
+    assert there.count(True) == {"an id that is taken": 3, "another owner": 1}.get(why, CHILDREN)
 
 
 @pytest.mark.parametrize("durable", [False, True], ids=["before", "after"])
