@@ -419,7 +419,7 @@ class Body:
         apart = self.engine.store.shares_commits and not self.driver.one_thread
         # Not beside branches: what their tools have done meanwhile would go with a start that is refused.
         if apart and len(self.shared.bodies) == 1 and journal.may_go_on():
-            journal.send(start)
+            journal.send(start, self.driver.beside)
         else:
             journal.ride_start(start)
             self.land()

@@ -171,6 +171,9 @@ _NEVER: Final = threading.Event()
 class Driver:
     """What both drivers share: the calls that are made in threads."""
 
+    # Has something of the engine's done in a thread that many bodies share; None where each makes its own.
+    beside: Callable[[Callable[[], None]], None] | None = None
+
     def __init__(self, *, one_thread: bool) -> None:
         self.one_thread = one_thread  # a TestCase: no other thread sees its transaction
         self.stop = _NEVER  # unless somebody says when

@@ -240,10 +240,13 @@ class Journal:
             return self._under_way.goes_on
         return self.landed is not None and self.landed.kind == Kind.CHILD_STARTED
 
-    def send(self, start: Commit) -> None:
-        """Have the kept facts, which end with a child's start, landed together with it while the body goes on."""
+    def send(self, start: Commit, beside: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Have the kept facts, which end with a child's start, landed together with it while the body goes on.
+
+        ``beside`` lends a thread for that.
+        """
         if self._under_way is None:
-            self._under_way = UnderWay(self.engine)
+            self._under_way = UnderWay(self.engine, beside)
         commit = Commit(
             execution_id=self.execution_id,
             events=tuple(self.kept),

@@ -40,10 +40,11 @@ T = TypeVar("T")
 
 log = logging.getLogger("loom_django.run")
 
-# Threads beside the loop: for calls of the store, for plain tools, and for what tools give to asyncio.to_thread.
-# Each has a connection of its own if it uses one.
+# Threads beside the loop: for calls of the store, for plain tools and for what tools give to asyncio.to_thread, and for
+# starts of children that bodies do not wait for. Each has a connection of its own if it uses one.
 STORE_THREADS: Final = 16
 TOOL_THREADS: Final = 16
+START_THREADS: Final = 4
 
 # So many commits of one turn of the loop are sent before all of it is composed: enough to share a statement, few enough that
 # the server has something to do meanwhile. Of 8, 16 and 32 this was the quickest.
@@ -258,6 +259,7 @@ class BodyLoop:
         self.loop.set_default_executor(_Executor(TOOL_THREADS, thread_name_prefix="loom-to-thread"))
         self.store = Threads("loom-store", STORE_THREADS)
         self.tools = Threads("loom-plain", TOOL_THREADS)
+        self.starts = Threads("loom-starts", START_THREADS)
         self.slots = asyncio.Semaphore(TOOL_THREADS)
         self._writer = _Writer(self, store)
         self.tools_waiting = 0  # for a slot
@@ -288,8 +290,8 @@ class BodyLoop:
         self._ended.set()
         self._writer.end()
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.store.end()
-        self.tools.end()
+        for threads in (self.store, self.starts, self.tools):
+            threads.end()
 
     @property
     def stood_still(self) -> float:
@@ -580,6 +582,7 @@ class SharedDriver(AsyncDriver):
     def __init__(self, place: BodyLoop, execution_id: str, root: SharedDriver | None = None) -> None:
         super().__init__(one_thread=False)
         self._place = place
+        self.beside = place.starts.put
         self._execution_id = execution_id
         self._root: SharedDriver | None = root
         self._landing: _Gate = _Gate() if root is None else root._landing

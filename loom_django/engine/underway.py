@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
@@ -28,10 +28,14 @@ MOST_TEXT: Final = 1 << 20
 
 
 class UnderWay:
-    """What one body has sent; a thread lands it, one append at a time, and ends when there is nothing more."""
+    """What one body has sent; a thread lands it, one append at a time, until there is nothing more.
 
-    def __init__(self, engine: Engine) -> None:
+    ``beside`` has something done in a thread that others have use for too; without it this makes one of its own.
+    """
+
+    def __init__(self, engine: Engine, beside: Callable[[Callable[[], None]], None] | None) -> None:
         self._engine = engine
+        self._beside = beside
         self._condition = threading.Condition()
         self._waiting: deque[Commit] = deque()
         self._landed: list[Commit] = []
@@ -62,7 +66,7 @@ class UnderWay:
             self._waiting.append(commit)
             if not self._is_busy and not self._refused:
                 with suppress(RuntimeError):  # no thread is to be had: the body lands it itself
-                    threading.Thread(target=self._serve, name="loom-starts", daemon=True).start()
+                    (self._beside or self._in_a_thread)(self._serve)
                     self._is_busy = True
 
     def landed(self) -> list[Commit]:
@@ -80,12 +84,18 @@ class UnderWay:
             self._waiting.clear()
         return left
 
+    def _in_a_thread(self, work: Callable[[], None]) -> None:
+        def work_and_close() -> None:
+            try:
+                work()
+            finally:
+                self._engine.store.close_connections()
+
+        threading.Thread(target=work_and_close, name="loom-starts", daemon=True).start()
+
     def _serve(self) -> None:
-        try:
-            while batch := self._take():
-                self._land(batch)
-        finally:
-            self._engine.store.close_connections()
+        while batch := self._take():
+            self._land(batch)
 
     def _take(self) -> list[Commit]:
         with self._condition:

@@ -89,7 +89,15 @@ def site(world: World, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
 
 def ours() -> list[str]:
     """The threads of the loop, and those beside it."""
-    names = ("loom-bodies", "loom-writer", "loom-store", "loom-plain", "loom-sync", "loom-tool")
+    names = (
+        "loom-bodies",
+        "loom-writer",
+        "loom-store",
+        "loom-starts",
+        "loom-plain",
+        "loom-sync",
+        "loom-tool",
+    )
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 
 from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
-from loom_django.engine import children, outside, steps, underway
+from loom_django.engine import children, outside, shared, steps, underway
 from loom_django.engine.core import random_token
 from loom_django.engine.run import Ended, run_execution
 from loom_django.engine.unwind import Unwind, Why
@@ -90,7 +90,7 @@ def run(world: World, execution_id: str) -> Ended:
 def join() -> None:
     """Wait until no thread lands starts any more."""
     for thread in threading.enumerate():
-        if thread.name == "loom-starts":
+        if thread.name.startswith("loom-starts"):
             thread.join(60)
             assert not thread.is_alive()
 
@@ -188,7 +188,7 @@ async def astart_all(ctx: AsyncFlowContext, child: Any, gate: Gate) -> list[Any]
 
 def run_in_loop(world: World, *handles: Handle[Any]) -> None:
     """Run these, and what children are there by then, in a worker."""
-    worker = WorkerService(world.engine, concurrency=CHILDREN)
+    worker = WorkerService(world.engine, concurrency=2 * CHILDREN)
     while worker.claimed < len(handles):
         worker.tick()
     with worker._condition:
@@ -282,6 +282,54 @@ def test_the_loop_goes_on_while_a_body_waits_for_its_starts(
     handles = parent.start(), neighbour.start()
     run_in_loop(world, *handles)
     assert [handle.result() for handle in handles] == [1, 3]
+    join()
+
+
+def test_many_bodies_of_a_loop_share_a_few_threads_for_their_starts(
+    world: World, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many start children at a time, so many connections are in use; what waits for one goes together."""
+    world.loom.dispatcher = WorkerDispatcher()
+    store = world.engine.store
+    many, count = 2 * CHILDREN, 4
+    begun = threading.Barrier(shared.START_THREADS + 1)
+    open_gate = threading.Event()
+    inside: set[str] = set()
+    sent: list[int] = []
+    append = store.append
+
+    def gated(commit: Commit) -> None:
+        name = threading.current_thread().name
+        if name.startswith("loom-starts") and name not in inside:
+            inside.add(name)
+            begun.wait(60)
+            assert open_gate.wait(60)
+        append(commit)
+
+    @flow("u.manyparents")
+    async def parent(ctx: AsyncFlowContext) -> int:
+        for number in range(count):
+            await ctx.start_child(child, number)
+        sent.append(1)
+        return count
+
+    monkeypatch.setattr(store, "append", gated)
+    handles = [parent.start() for _ in range(many)]
+
+    def let_go() -> None:
+        begun.wait(60)
+        while len(sent) < many:
+            open_gate.wait(0.001)
+        held.append(len(inside))
+        open_gate.set()
+
+    held: list[int] = []
+    watch = threading.Thread(target=let_go)
+    watch.start()
+    run_in_loop(world, *handles)
+    watch.join(60)
+    assert held == [shared.START_THREADS]
+    assert [handle.result() for handle in handles] == [count] * many
     join()
 
 
