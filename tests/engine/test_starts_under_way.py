@@ -142,9 +142,8 @@ def test_only_so_many_go_in_one_append_and_wait_for_it(
     assert max(gate.sizes) <= 3
 
 
-@pytest.mark.parametrize("what", ["a step", "a decider", "a branch", "the end", "a park", "a look"])
-def test_whatever_could_tell_of_a_child_waits_for_it(world: World, gate: Gate, child: Any, what: str) -> None:
-    """All of them are there when a tool or a decider runs, and when the body has parked or ended."""
+def looking(world: World) -> tuple[Any, Callable[[], None], list[int]]:
+    """A tool that counts the children of "p" that are there, that count, and what it has found."""
     there: list[int] = []
 
     def count() -> None:
@@ -154,6 +153,14 @@ def test_whatever_could_tell_of_a_child_waits_for_it(world: World, gate: Gate, c
     @tool
     def look(ctx: StepContext) -> None:
         count()
+
+    return look, count, there
+
+
+@pytest.mark.parametrize("what", ["a step", "a decider", "a branch", "the end", "a park", "a look"])
+def test_whatever_could_tell_of_a_child_waits_for_it(world: World, gate: Gate, child: Any, what: str) -> None:
+    """All of them are there when a tool or a decider runs, and when the body has parked or ended."""
+    look, count, there = looking(world)
 
     @flow("u.tells", steps=[look], durability="deferred")
     def parent(ctx: FlowContext) -> Any:
@@ -222,15 +229,7 @@ def test_whatever_could_tell_of_a_child_of_an_async_body_waits_for_it(
     world: World, gate: Gate, child: Any, what: str, shared: bool
 ) -> None:
     """As of a plain one; and they land together as well."""
-    there: list[int] = []
-
-    def count() -> None:
-        found = [world.engine.store.status(f"p/u.child#{number + 1}") for number in range(CHILDREN)]
-        there.append(CHILDREN - found.count(None))
-
-    @tool
-    def look(ctx: StepContext) -> None:
-        count()
+    look, count, there = looking(world)
 
     @flow("u.atells", steps=[look], durability="deferred")
     async def parent(ctx: AsyncFlowContext) -> Any:
