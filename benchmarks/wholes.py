@@ -189,10 +189,6 @@ def fans(bench: Bench, count: int) -> list[str]:
     return ready(bench, fans_out, 1, count)
 
 
-def fans_async(bench: Bench, count: int) -> list[str]:
-    return ready(bench, fans_out_async, 1, count)
-
-
 def run_fan(bench: Bench, parents: Sequence[str], level: int) -> None:
     """Run a parent, its children, and the parent again when they have ended."""
     timers = TimerService(bench.engine, lambda: bench.loom.dispatcher)
@@ -233,7 +229,13 @@ WHOLES: Final = (
     Whole("replay of 1 000 steps", recorded, replay, 1_000, (1,), reads=True),
     Whole("replay of 10 000 steps", recorded, replay, 10_000, (1,), reads=True),
     Whole("children of one parent", fans, run_fan, 1_000, most_runs=3),
-    Whole("children of one parent, async", fans_async, run_fan, 1_000, most_runs=3),
+    Whole(
+        "children of one parent, async",
+        lambda bench, n: ready(bench, fans_out_async, 1, n),
+        run_fan,
+        1_000,
+        most_runs=3,
+    ),
 )
 
 

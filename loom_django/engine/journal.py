@@ -240,10 +240,10 @@ class Journal:
             return self._under_way.goes_on
         return self.landed is not None and self.landed.kind == Kind.CHILD_STARTED
 
-    def send(self, start: Commit, beside: Callable[[Callable[[], None]], None] | None = None) -> None:
+    def send(self, start: Commit, beside: Callable[[Callable[[], None]], None] | None) -> None:
         """Have the kept facts, which end with a child's start, landed together with it while the body goes on.
 
-        ``beside`` lends a thread for that.
+        ``beside`` lends a thread for that; without it there is one of its own.
         """
         if self._under_way is None:
             self._under_way = UnderWay(self.engine, beside)

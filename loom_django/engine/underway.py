@@ -55,9 +55,9 @@ class UnderWay:
 
     @property
     def is_told(self) -> bool:
-        """True if that is so, and it was asked since what has landed."""
+        """True if all of it is over, and what has landed was asked for."""
         with self._condition:
-            return not (self._is_busy or self._refused or self._waiting or self._landed)
+            return self.is_over and not self._landed
 
     def send(self, commit: Commit) -> None:
         """Have a commit landed behind those that were sent before."""

@@ -294,7 +294,7 @@ def test_many_bodies_of_a_loop_share_a_few_threads_for_their_starts(
     begun = threading.Barrier(shared.START_THREADS + 1)
     open_gate = threading.Event()
     inside: set[str] = set()
-    sent: list[int] = []
+    sent = threading.Semaphore(0)
     append = store.append
 
     def gated(commit: Commit) -> None:
@@ -309,7 +309,7 @@ def test_many_bodies_of_a_loop_share_a_few_threads_for_their_starts(
     async def parent(ctx: AsyncFlowContext) -> int:
         for number in range(count):
             await ctx.start_child(child, number)
-        sent.append(1)
+        sent.release()
         return count
 
     monkeypatch.setattr(store, "append", gated)
@@ -317,9 +317,8 @@ def test_many_bodies_of_a_loop_share_a_few_threads_for_their_starts(
 
     def let_go() -> None:
         begun.wait(60)
-        while len(sent) < many:
-            open_gate.wait(0.001)
-        held.append(len(inside))
+        if all(sent.acquire(timeout=60) for _ in range(many)):
+            held.append(len(inside))
         open_gate.set()
 
     held: list[int] = []
