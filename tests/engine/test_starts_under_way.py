@@ -642,6 +642,60 @@ def test_children_whose_starts_are_sent_again_are_told_of(world: World, gate: Ga
 
 
 @pytest.mark.parametrize("is_async", [False, True])
+def test_a_body_that_has_lost_its_lease_waits_for_what_it_has_sent(
+    world: World, gate: Gate, child: Any, is_async: bool
+) -> None:
+    """Its run is not over while a thread of it writes."""
+
+    def lose(ctx: Any) -> None:
+        threading.Timer(0.05, gate.open.set).start()
+        raise ctx._body.seal(Why.LOST)
+
+    @flow("u.loses")
+    def parent(ctx: FlowContext) -> None:
+        start_all(ctx, child, gate)
+        lose(ctx)
+
+    @flow("u.aloses")
+    async def async_parent(ctx: AsyncFlowContext) -> None:
+        await astart_all(ctx, child, gate)
+        lose(ctx)
+
+    (async_parent if is_async else parent).using(execution_id="p").start()
+    assert run(world, "p") is Ended.LOST
+    assert gate.open.is_set()
+    assert world.kinds("p").count("CHILD_STARTED") == CHILDREN
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_children_that_are_there_before_the_body_goes_on_are_told_of(
+    world: World, gate: Gate, child: Any, is_async: bool
+) -> None:
+    """Nothing is left to wait for, and they are to run all the same."""
+    told: list[str] = []
+    world.engine.started = told.append
+
+    def land() -> None:
+        gate.open.set()
+        join()
+
+    @flow("u.there")
+    def parent(ctx: FlowContext) -> None:
+        start_all(ctx, child, gate)
+        land()
+
+    @flow("u.athere")
+    async def async_parent(ctx: AsyncFlowContext) -> None:
+        await astart_all(ctx, child, gate)
+        land()
+
+    (async_parent if is_async else parent).using(execution_id="p").start()
+    told.clear()
+    assert run(world, "p") is Ended.FINISHED
+    assert sorted(told) == [f"p/u.child#{number + 1}" for number in range(CHILDREN)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
 def test_a_child_s_fact_never_lands_without_the_child(
     world: World, child: Any, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
