@@ -166,12 +166,14 @@ class Journal:
         also: tuple[Commit, ...] = (),
         pass_notes: bool = True,
         unchanged: int | None = None,
+        takes: int | None = None,
     ) -> Landing[tuple[Event, ...]]:
         """Make the kept facts durable, in one append with what belongs to them.
 
         Facts that are recorded while it is under way are kept for the next one. With ``pass_notes`` an owner whose
         next sequence holds a note of somebody else (an audit fact or an application event) folds the note and
-        appends behind it. ``unchanged`` is a token that must stand still, for facts that carry none.
+        appends behind it. ``unchanged`` is a token that must stand still, for facts that carry none; ``takes`` one that
+        is moved, if it stands, by this append and for all that follow.
 
         Raises:
             StaleFenceError: another owner has the execution.
@@ -183,6 +185,8 @@ class Journal:
             yield Io(self.settle)
         if not self.kept:
             return ()
+        if takes is not None:
+            self.present(takes + 1)
         patience = self.patience
         if (opening := self.opening) is not None:
             opening.check()
@@ -207,6 +211,7 @@ class Journal:
                 wake=wake,
                 also=(*started, *also),
                 patience=patience,
+                takes=takes,
             )
             store = self.engine.store
             try:

@@ -4,8 +4,8 @@ The log is read, judged and appended to at the sequence that was seen, under the
 was beaten to that sequence, or fenced out meanwhile, reads and judges again; so of two answers one wins, and
 the other learns what the log says now.
 
-An answer to a park that was ever fenced takes the fence first, and only while the park is unanswered. That
-is the last thing before the append: an answer that is refused has fenced nobody out.
+An answer to a park that was ever fenced takes the fence, in the append itself: so an answer that is refused has
+fenced nobody out, and nobody dies between the two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loom_django.engine.journal import LOST, Journal
 from loom_django.errors import ExecutionNotFoundError, ResumeContendedError, StaleFenceError
 from loom_django.kernel.events import Event
 from loom_django.kernel.fold import Fold
-from loom_django.stores.base import KEEP, Changed, Loaded, Look, Ownership, Stale, TimerRow
+from loom_django.stores.base import KEEP, Changed, Loaded, Look, Ownership, TimerRow
 
 log = logging.getLogger("loom_django.outside")
 
@@ -158,7 +158,6 @@ class _Answer:
         self.compose = compose
         self.given = fence
         self.fences = fences
-        self.held: int | None = None  # a token that this answer has taken
         self.stale: dict[int, int] = {}  # by park: the token that stood when the one presented was stale
         self.beaten = 0
         self.notes = 0
@@ -168,17 +167,10 @@ class _Answer:
         self.engine.store.check_clock()
         while True:
             journal = self._look()
-            seen = journal.fold.last_sequence
             park, park_fence = journal.fold.park_sequence, journal.fold.park_fence
             landing = self.compose(journal)
             if landing is None:
                 return Appended(journal, ())
-            if (
-                park is not None
-                and self._must_acquire()
-                and not self._acquire(journal, park, park_fence, seen)
-            ):
-                continue
             try:
                 events = journal.land(
                     ownership=landing.ownership,
@@ -186,6 +178,7 @@ class _Answer:
                     timers_off=landing.timers_off,
                     messages=landing.messages,
                     pass_notes=False,
+                    takes=self._token_to_take(park, park_fence),
                 )
             except LOST as exc:
                 self._refused(exc, park)
@@ -206,47 +199,33 @@ class _Answer:
             self.loaded = snapshots.load(self.engine, self.execution_id)
             if not self.loaded.events:
                 raise ExecutionNotFoundError(self.execution_id)
-        return open_journal(self.engine, self.loaded, fence=self.held or self.given)
+        return open_journal(self.engine, self.loaded, fence=self.given)
 
-    def _must_acquire(self) -> bool:
-        if self.held is not None or self.loaded is None:
-            return False
-        return self.fences or (self.given is None and self.loaded.fence > 0)
-
-    def _acquire(self, journal: Journal, park: int, park_fence: int, seen: int) -> bool:
-        """Take the token; True if the log is still as it was judged.
+    def _token_to_take(self, park: int | None, park_fence: int) -> int | None:
+        """None for an answer that takes none.
 
         The first one presented is that under which the park was written. If it has moved, somebody is about to
         answer, or died before it did: the log is read again, and if the park is unanswered still, the token
         that stands now is presented.
         """
-        self._check_beaten()
-        acquired = self.engine.store.acquire_fence_if(
-            self.execution_id, fence=self.stale.get(park, park_fence), park_seq=park
-        )
-        if isinstance(acquired, Stale):
-            self.stale[park] = acquired.fence
-            self.beaten += 1
-            return False
-        self.held = acquired.fence
-        journal.present(acquired.fence)
-        return acquired.head == seen
+        fenced = self.loaded is not None and self.loaded.fence > 0
+        if park is None or not (self.fences or (self.given is None and fenced)):
+            return None
+        return self.stale.get(park, park_fence)
 
     def _refused(self, exc: Exception, park: int | None) -> None:
         if isinstance(exc, StaleFenceError):
             if self.given is not None:
                 raise exc  # the caller's own token; it will not become the newest again
-            if self.held is not None and park is not None and exc.current is not None:
+            if park is not None and exc.current is not None:
                 self.stale[park] = exc.current
-            self.held, self.beaten = None, self.beaten + 1
+            self.beaten += 1
+            if self.beaten >= ATTEMPTS:
+                raise ResumeContendedError(self.execution_id, self.beaten) from exc
         else:
             self.notes += 1
             if self.notes > NOTES:
                 raise ResumeContendedError(self.execution_id, self.notes) from exc
-
-    def _check_beaten(self) -> None:
-        if self.beaten >= ATTEMPTS:
-            raise ResumeContendedError(self.execution_id, self.beaten)
 
 
 def append_fenced(engine: Engine, execution_id: str, compose: Compose) -> Appended:

@@ -56,7 +56,7 @@ from loom_django.services.dispatch import (
 )
 from loom_django.services.redrive import look_now
 from loom_django.services.timers import TimerService
-from loom_django.stores.base import READY, Acquired, Commit, Ownership, SequenceOccupied, Store
+from loom_django.stores.base import READY, Commit, Ownership, SequenceOccupied, Store
 
 if typing.TYPE_CHECKING:
     from loom_django.engine.journal import Journal
@@ -878,10 +878,6 @@ class _Rehearsal:
 
     def acquire_fence(self, execution_id: str) -> int:
         return self._store.fence(execution_id) + 1
-
-    def acquire_fence_if(self, execution_id: str, *, fence: int, park_seq: int) -> Acquired:
-        head = self._store.read(execution_id, after=park_seq - 1)[-1].sequence
-        return Acquired(self.acquire_fence(execution_id), head)
 
     def on_commit(self, callback: Callable[[], None]) -> None:
         """Nothing was committed."""

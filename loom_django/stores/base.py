@@ -138,6 +138,8 @@ class Commit:
     is not 0 must carry exactly it; ``new`` and a commit of audit kinds alone are exempt. ``projection`` is
     the fold after the last event. ``new`` makes the execution's row (the first event is sequence 1); where
     a deleted execution left a token behind, the start moves it, and :meth:`EventStore.fence` tells it.
+    ``takes`` is the token that must stand, whichever it is, for a commit that moves it by one: it lands under the new
+    token, its ``fence``, or the old one stands.
     ``wakes`` is the count of wakes that the body saw before it decided to park, ``wakes_of`` whose they are
     (the first of a chain; None: the execution's own). ``timers`` may be another execution's (a parent's).
     ``timers_off`` are wake times whose plain rows go, the marks of a re-drive or a deadline keep a row;
@@ -162,6 +164,7 @@ class Commit:
     wake: tuple[str, ...] = ()
     also: tuple[Commit, ...] = ()
     patience: float = 0.0
+    takes: int | None = None
 
     @property
     def first_sequence(self) -> int:
@@ -180,6 +183,15 @@ class Commit:
         return self.events[0].kind in AUDIT and all(event.kind in AUDIT for event in self.events)
 
     @property
+    def presented(self) -> int | None:
+        """The token that it shows to the guard."""
+        return self.fence if self.takes is None else self.takes
+
+    def may_pass(self, token: int) -> bool:
+        """True if the guard lets it by where this token stands."""
+        return token == self.takes if self.takes is not None else self.unguarded or token in (0, self.fence)
+
+    @property
     def after_end(self) -> bool:
         """True for notes about what has ended, which may be deleted meanwhile."""
         return self.projection.status in TERMINAL_STATUSES and self.new is None and self.unguarded
@@ -193,8 +205,9 @@ class Commit:
         """Refuse what no caller may send.
 
         Raises:
-            ValueError: the events are not consecutive ones of the execution, a start does not begin at 1, or
-                the ownership does not go with the status (a park or an end is owned by nobody).
+            ValueError: the events are not consecutive ones of the execution, a start does not begin at 1,
+                the ownership does not go with the status (a park or an end is owned by nobody), or what takes
+                a token is no fact of an owner, or lands under another than the next.
         """
         first = self.events[0].sequence
         for sequence, event in enumerate(self.events, first):
@@ -204,6 +217,10 @@ class Commit:
                 )
         if (self.new is not None) != (first == 1):
             raise ValueError(f"a commit to {self.execution_id!r} starts at 1 if and only if it is a start")
+        if self.takes is not None and (self.unguarded or self.fence != self.takes + 1):
+            raise ValueError(
+                f"a commit to {self.execution_id!r} that takes token {self.takes} is an owner's, under the next one"
+            )
         unowned = self.projection.status not in (Status.PENDING, Status.RUNNING)
         if self.ownership.mode == "keep":
             if self.new is not None or (unowned and any(event.kind in ANSWERING for event in self.events)):

@@ -188,8 +188,8 @@ class MemoryStore:
 
     def _guard(self, commit: Commit) -> None:
         fence = self._fence_row(commit.execution_id)
-        if fence.token not in (0, commit.fence) and not commit.unguarded:
-            raise StaleFenceError(commit.execution_id, commit.fence, fence.token)
+        if not commit.may_pass(fence.token):
+            raise StaleFenceError(commit.execution_id, commit.presented, fence.token)
         if commit.wakes not in (None, self._fence_row(commit.wakes_of or commit.execution_id).wakes):
             raise WakesMoved(commit.execution_id, commit.first_sequence)
         if len(self._tables.logs[commit.execution_id]) != commit.first_sequence - 1:
@@ -208,6 +208,8 @@ class MemoryStore:
         tables, key = self._tables, commit.execution_id
         if commit.new is not None and (fence := self._fence_row(key)).token:
             tables.fences[key] = _FenceRow(fence.token + 1, fence.wakes)
+        if commit.takes is not None:
+            self.acquire_fence(key)
         if commit.parks:
             tables.fences.setdefault(key, _UNFENCED)
             tables.fences.setdefault(commit.wakes_of or key, _UNFENCED)

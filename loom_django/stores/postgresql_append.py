@@ -47,13 +47,14 @@ class Parts:
     each goes on to write it, and a row that nobody goes on to write is that of one execution, of whose
     answers one lands anyhow, so that there is nothing to share. ``fences``: fence rows are written. ``groups``: commits that land together.
     ``owners``: somebody else is to run an execution then; ``keeps``: and others stay with whom they are. ``fresh``: some
-    are starts. ``brief``: a row that somebody else holds is waited for no longer than :data:`BRIEF`, and then the
+    are starts. ``takes``: some move the token of their execution. ``brief``: a row that somebody else holds is waited for no longer than :data:`BRIEF`, and then the
     statement fails with lock_not_available.
     """
 
     lock: bool = False
     fresh: bool = False
     fences: bool = False
+    takes: bool = False
     groups: bool = False
     owners: bool = False
     keeps: bool = False
@@ -65,12 +66,13 @@ class Parts:
 
 
 def parts_of(commits: Sequence[Commit], shift: timedelta) -> Parts:
-    lock = fresh = fences = groups = owners = keeps = timers = timers_off = messages = False
+    lock = fresh = fences = takes = groups = owners = keeps = timers = timers_off = messages = False
     for commit in commits:
         groups = groups or bool(commit.also)
         for member in (commit, *commit.also):
             fences = fences or bool(member.wake) or member.parks
-            lock = lock or fences or _answers(member)
+            takes = takes or member.takes is not None
+            lock = lock or fences or takes or _answers(member)
             fresh = fresh or member.new is not None
             kept = member.ownership.mode == "keep"
             owners, keeps = owners or not kept, keeps or kept
@@ -81,6 +83,7 @@ def parts_of(commits: Sequence[Commit], shift: timedelta) -> Parts:
         lock=lock,
         fresh=fresh,
         fences=fences,
+        takes=takes,
         groups=groups,
         owners=owners,
         keeps=owners and keeps,
@@ -160,6 +163,8 @@ def _record(parts: Parts) -> str:
         columns.append("g integer, size integer")
     if parts.fences:
         columns.append("parks boolean, wakes bigint, wakes_of text")
+    if parts.takes:
+        columns.append("takes bigint")
     if parts.owners:
         columns.append("mode text, owner text, token bigint, ttl float8")
     if parts.owners or parts.timers or parts.timers_off:
@@ -185,22 +190,35 @@ _FOLLOWS: Final = """
 _PRESENTED: Final = "(c.free or coalesce(own.token, 0) = 0 or own.token = c.fence)"
 
 
+def _presented(parts: Parts) -> str:
+    """What takes a token needs a row that is there; without one it is let fall, and sent again with fences."""
+    return (
+        f"case when c.takes is null then {_PRESENTED} else own.token = c.takes end"
+        if parts.takes
+        else _PRESENTED
+    )
+
+
 def _look(parts: Parts) -> str:
     # `limit 1` keeps the planner from turning a look without a lock into a join that reads the whole table.
     return "for no key update" if parts.lock else "limit 1"
 
 
 def _guard(parts: Parts) -> list[str]:
-    """No fence row is written. A start that finds a token is held back: it is sent again with fences."""
+    """No fence row is made. A start that finds a token is held back: it is sent again with fences."""
     name = "fit" if parts.groups else "landing"
     fit = f"""{name} as materialized (
         select c.*, {_now(parts)}
         from (select * from d where k = 'c' order by id) c left join lateral (
             select token from loom_fence where execution_id = c.id {_look(parts)}
         ) own on true
-        where {_PRESENTED} and (not c.fresh or coalesce(own.token, 0) = 0) and {_FOLLOWS}
+        where {_presented(parts)} and (not c.fresh or coalesce(own.token, 0) = 0) and {_FOLLOWS}
     )"""
-    return [fit, _whole("landing", "fit")] if parts.groups else [fit]
+    return [
+        fit,
+        *([_whole("landing", "fit")] if parts.groups else []),
+        *([_fenced(parts)] if parts.takes else []),
+    ]
 
 
 def _whole(name: str, source: str) -> str:
@@ -230,7 +248,7 @@ def _guard_with_fences(parts: Parts) -> list[str]:
     fit = f"""{name} as materialized (
         select c.*, {_now(parts)}, own.token as held
         from d c join locked own on own.id = c.id left join locked seen on seen.id = c.wakes_of
-        where c.k = 'c' and {_PRESENTED} and {_FOLLOWS}
+        where c.k = 'c' and {_presented(parts)} and {_FOLLOWS}
         and (c.wakes is null or c.wakes = coalesce(seen.wakes, 0))
         and (not c.parks or (
             (own.made or own.token is not null) and (seen.made or seen.token is not null)
@@ -241,16 +259,20 @@ def _guard_with_fences(parts: Parts) -> list[str]:
         )
         order by c.id
     )"""
-    return [_IDS, _REACHED, locked, fit, *([_whole("landing", "fit")] if parts.groups else []), _FENCED]
+    whole = [_whole("landing", "fit")] if parts.groups else []
+    return [_ids(parts), _REACHED, locked, fit, *whole, _fenced(parts)]
 
 
-_IDS: Final = """ids as materialized (
-    select id, bool_or(needed) as needed from (
-        select id, parks as needed from d where k = 'c'
-        union all select wakes_of, true from d where k = 'c' and parks
-        union all select other, true from d where k = 'w'
-    ) i group by id order by id
-)"""
+def _ids(parts: Parts) -> str:
+    needed = "parks or takes is not null" if parts.takes else "parks"
+    return f"""ids as materialized (
+        select id, bool_or(needed) as needed from (
+            select id, {needed} as needed from d where k = 'c'
+            union all select wakes_of, true from d where k = 'c' and parks
+            union all select other, true from d where k = 'w'
+        ) i group by id order by id
+    )"""
+
 
 _REACHED: Final = """reached as (
     insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
@@ -261,19 +283,30 @@ _REACHED: Final = """reached as (
     returning execution_id
 )"""
 
-# An upsert and not an update, though each of these rows is there: it goes by the key, whatever the plan.
-_FENCED: Final = """fenced as (
-    insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
-    select id, max(moves), sum(wakes), 0, 0 from (
-        select id, 1 as moves, 0 as wakes from landing where fresh and held > 0
-        union all select d.other, 0, 1 from d join landing l on l.id = d.id where d.k = 'w'
-    ) m group by id order by id
-    on conflict (execution_id) do update set
-        token = loom_fence.token + excluded.token,
-        wakes = loom_fence.wakes + excluded.wakes,
-        recoveries = case when excluded.token > 0 then 0 else loom_fence.recoveries end,
-        recovered_sequence = case when excluded.token > 0 then 0 else loom_fence.recovered_sequence end
-)"""
+
+def _fenced(parts: Parts) -> str:
+    """An upsert and not an update, though each of these rows is there: it goes by the key, whatever the plan.
+
+    Of a token that a start moves it says by ``recoveries`` that they are counted anew.
+    """
+    moved = []
+    if parts.fences:
+        moved += [
+            "select id, 1 as moves, 0 as wakes, 1 as anew from landing where fresh and held > 0",
+            "select d.other, 0, 1, 0 from d join landing l on l.id = d.id where d.k = 'w'",
+        ]
+    if parts.takes:
+        moved.append("select id, 1 as moves, 0 as wakes, 0 as anew from landing where takes is not null")
+    return f"""fenced as (
+        insert into loom_fence (execution_id, token, wakes, recoveries, recovered_sequence)
+        select id, max(moves), sum(wakes), max(anew), 0 from ({" union all ".join(moved)}) m group by id order by id
+        on conflict (execution_id) do update set
+            token = loom_fence.token + excluded.token,
+            wakes = loom_fence.wakes + excluded.wakes,
+            recoveries = case when excluded.recoveries > 0 then 0 else loom_fence.recoveries end,
+            recovered_sequence = case when excluded.recoveries > 0 then 0 else loom_fence.recovered_sequence end
+    )"""
+
 
 _LOGGED: Final = """logged as (
     insert into loom_event (
@@ -401,6 +434,8 @@ def _commit_row(commit: Commit, group: int, size: int) -> dict[str, Any]:
         "mode": own.mode,
         "line": {name: value for name, value in row_of(commit).items() if value is not None},
     }
+    if commit.takes is not None:
+        row["takes"] = commit.takes
     if commit.parks:
         row |= {"parks": True, "wakes": commit.wakes, "wakes_of": commit.wakes_of or commit.execution_id}
     else:

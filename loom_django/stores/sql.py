@@ -277,8 +277,8 @@ class SqlStore(ScheduleCalls, RetentionCalls, ABC):
     ) -> Exception | None:
         """Why a commit may not land, by its execution's token, the wakes it presents and the end of the log."""
         key = commit.execution_id
-        if not commit.unguarded and (token or 0) not in (0, commit.fence):
-            return StaleFenceError(key, commit.fence, token)
+        if not commit.may_pass(token or 0):
+            return StaleFenceError(key, commit.presented, token)
         if commit.wakes is not None and commit.wakes != (wakes or 0):
             return WakesMoved(key, commit.first_sequence)
         if (last or 0) != commit.first_sequence - 1:

@@ -90,11 +90,11 @@ EVENTS_AT_ONCE: Final = 8
 
 _EVENT: Final = ("id", "sequence", "kind", "body", "fence", "writer", "kernel")
 
-# What an append without a look is sure of: the log ends before it, and the token is its own.
+# What an append without a look is sure of: the log ends before it, and the token is its own, or the one that it takes.
 _FREE: Final = """
     where id = %(id)s and flow_id = %(flow_id)s
     and (select coalesce(max(sequence), 0) from loom_event where execution_id = %(id)s) = %(before)s
-    and coalesce((select token from loom_fence where execution_id = %(id)s), 0) in (0, %(fence)s)
+    and coalesce((select token from loom_fence where execution_id = %(id)s), 0) in (%(or_fence)s, %(fence)s)
 """
 # What only a park and its answer change; what is left out of an update must be as it is said to be.
 _STEADY: Final = ("in_doubt", "waiting_on")
@@ -681,7 +681,11 @@ def _write_row_if_free(commit: Commit, now: datetime, to: _Sender) -> bool:
         return False
     else:
         name = "set_going" if commit.first_sequence == 2 else "go_on"
-    row["before"], row["fence"] = commit.first_sequence - 1, commit.fence
+    row["before"], row["fence"], row["or_fence"] = (
+        commit.first_sequence - 1,
+        commit.presented,
+        commit.takes or 0,
+    )
     return to.change(name, row) == 1
 
 
@@ -707,6 +711,8 @@ def _write_rest(commit: Commit, now: datetime, to: _Sender) -> None:
     if commit.parks:
         for row in {key, commit.wakes_of or key}:
             to.change("ensure_fence", {"id": row})
+    if commit.takes is not None:
+        to.rows("acquire_fence", {"id": key})
     for woken in commit.wake:
         to.change("wake", {"id": woken})
         to.change("owe_redrive", {"id": woken, "now": _text(now)})

@@ -811,6 +811,145 @@ class EventStoreConformance(StoreConformance):
             assert isinstance(self.acquire_if(log), Stale)
         assert self.store.fence(log.id) == 1
 
+    # Appends that take the token.
+
+    def test_an_append_that_takes_the_token_lands_under_the_next_one(self) -> None:
+        """Whatever the token is; who held it is fenced out, and whoever took it goes on."""
+        for token in range(3):
+            log = self.parked()
+            for _ in range(token):
+                self.store.acquire_fence(log.id)
+            rival = log.fork()
+            self.store.append(log.answer(held_by(), takes=token, fence=token + 1))
+            assert self.store.fence(log.id) == token + 1
+            self.refused(rival.answer(fence=token or None), StaleFenceError)
+            self.refused(rival.fork().commit(fence=token or None), StaleFenceError)
+            self.store.append(log.commit(fence=token + 1))
+            assert self.owner(log) == "held"
+
+    def test_it_lands_under_no_other_token_than_it_expects(self) -> None:
+        """Not where nobody ever took one either, where an append with any token does."""
+        for token, takes in ((0, 1), (1, 0), (1, 2), (2, 1)):
+            log = self.parked()
+            for _ in range(token):
+                self.store.acquire_fence(log.id)
+            error = self.refused(log.fork().answer(takes=takes, fence=takes + 1), StaleFenceError)
+            assert (error.fence, error.current) == (takes, token)
+
+    def test_where_another_was_first_it_takes_no_token(self) -> None:
+        """Behind a note, and behind an answer that came without one."""
+        log = self.parked()
+        late = log.fork()
+        self.store.append(log.commit(Kind.EXECUTION_DENIED))
+        self.refused(late.answer(takes=0, fence=1), SequenceOccupied)
+        late = log.fork()
+        self.store.append(log.answer(held_by()))
+        self.refused(late.answer(takes=0, fence=1), SequenceOccupied)
+
+    def test_sent_again_it_has_taken_one_token(self) -> None:
+        """As after an answer of the store's that was lost."""
+        log = self.parked()
+        commit = log.answer(takes=0, fence=1)
+        for _ in range(2):
+            self.store.append(commit)
+        self.store.append(log.park(fence=1))
+        self.store.append(commit)
+        assert self.store.fence(log.id) == 1
+        assert len(self.store.read(log.id)) == 4
+
+    def test_it_makes_the_row_that_it_moves(self) -> None:
+        """Of a park that has lost it, and of what never parked."""
+        lost = self.parked()
+        self.lose_fence(lost.id)
+        self.store.append(lost.answer(takes=0, fence=1))
+        never = self.running()
+        self.store.append(never.commit(takes=0, fence=1))
+        for log in (lost, never):
+            assert self.store.fence(log.id) == 1
+
+    def test_it_lands_with_all_that_a_commit_can_hold(self) -> None:
+        """A park in the same commit, wakes of its own and of others, a child's start, timers."""
+        soon = self.store.now() + timedelta(hours=1)
+        log, other, child = self.parked(), self.parked(), self.log()
+        kinds = (Kind.EXECUTION_RESUMED, Kind.EXECUTION_SUSPENDED)
+        timers = (TimerRow(log.id, soon),)
+        self.store.append(log.commit(*kinds, ownership=NOBODY, takes=0, fence=1, wakes=0, timers=timers))
+        assert (self.store.fence(log.id), self.owner(log)) == (1, "parked")
+        assert [row.wake_at for row in self.store.timers(log.id)] == [soon]
+        both = (log.id, other.id)
+        end = log.commit(
+            Kind.EXECUTION_RESUMED, Kind.EXECUTION_COMPLETED,
+            ownership=NOBODY, takes=1, fence=2, wake=both, timers_off=None, also=(child.start(),),
+        )  # fmt: skip
+        self.store.append(end)
+        assert [self.store.fence(key) for key in (*both, child.id)] == [2, 0, 0]
+        assert [self.store.wakes(key) for key in both] == [1, 1]
+        assert (self.owner(log), self.owner(child)) == ("finished", "ready")
+
+    def test_among_others_it_lands_or_is_refused_by_itself(self) -> None:
+        """In any order of ids, beside starts, ends and answers without a token."""
+        logs = [self.parked() for _ in range(5)]
+        self.store.acquire_fence(logs[1].id)
+        commits = [
+            logs[4].answer(takes=0, fence=1), logs[1].answer(takes=0, fence=1), logs[0].answer(), self.log().start(),
+            logs[2].end(takes=0, fence=1), self.running().end(wake=(logs[3].id,)),
+        ]  # fmt: skip
+        outcomes = self.store.append_many(commits)
+        assert [type(outcome).__name__ for outcome in outcomes] == [
+            "NoneType",
+            "StaleFenceError",
+            *["NoneType"] * 4,
+        ]
+        assert [self.store.fence(log.id) for log in logs] == [0, 1, 1, 0, 1]
+
+    def test_takeovers_that_were_counted_stand(self) -> None:
+        """A new token is no progress."""
+        log = self.parked()
+        assert self.store.count_recovery(log.id, sequence=2) == 1
+        self.store.append(log.answer(takes=0, fence=1))
+        assert self.store.count_recovery(log.id, sequence=2) == 2
+
+    def test_of_eight_that_take_one_token_one_lands(self) -> None:
+        """The others are told that they were late, by the token or by the sequence."""
+        log = self.parked()
+        for token in (0, 1):
+            commits = [log.fork().answer(takes=token, fence=token + 1) for _ in range(8)]
+
+            def land(number: int, commits: list[Commit] = commits) -> str:
+                return _outcome(lambda: self.store.append(commits[number]))
+
+            told = self.in_threads(8, land)
+            assert sorted(set(told)) in (
+                ["StaleFenceError", "landed"], ["SequenceOccupied", "StaleFenceError", "landed"],
+                ["SequenceOccupied", "landed"],
+            ), told  # fmt: skip
+            assert told.count("landed") == 1
+            assert self.store.fence(log.id) == token + 1
+            log = Log(log.id, self.flow_id)
+            for event in self.store.read(log.id):
+                log.fold.apply(event)
+            self.store.append(log.park(fence=token + 1))
+
+    def test_with_a_transaction_that_is_undone_the_token_was_never_taken(self) -> None:
+        """It goes with the events."""
+        log = self.parked()
+        with suppress(ZeroDivisionError), self.store.transaction():
+            self.store.append(log.fork().answer(takes=0, fence=1))
+            raise ZeroDivisionError
+        assert self.store.fence(log.id) == 0
+        with self.store.transaction():
+            self.store.append(log.answer(takes=0, fence=1))
+        assert self.store.fence(log.id) == 1
+
+    def test_what_takes_a_token_is_an_owner_s_and_lands_under_the_next(self) -> None:
+        """Anything else is the caller's mistake; nothing is written."""
+        log = self.parked()
+        for commit in (
+            log.fork().answer(takes=0), log.fork().answer(takes=0, fence=2),
+            log.fork().commit(Kind.EXECUTION_DENIED, takes=0, fence=1),
+        ):  # fmt: skip
+            assert "takes token 0" in str(self.refused(commit, ValueError))
+
     # Appends to what has not changed.
 
     def changed(self, commit: Commit, *, fence: int) -> None:

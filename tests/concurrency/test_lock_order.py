@@ -120,6 +120,8 @@ class Crowd:
         if self.random.random() < 0.2:
             options["also"] = (self.child(),)
         if log.fold.status is Status.SUSPENDED:
+            if self.random.random() < 0.5:
+                options |= {"takes": fence, "fence": fence + 1}
             return log.answer(self.random.choice((READY, held_by())), **options)
         match self.random.randrange(4):
             case 0:

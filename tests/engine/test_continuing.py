@@ -26,7 +26,7 @@ from loom_django.errors import (
 from loom_django.kernel.keys import MAX_LENGTH, successor_id
 from loom_django.kernel.state import Status
 from loom_django.services.redrive import look_now
-from loom_django.stores.base import READY, TimerRow
+from loom_django.stores.base import READY, Commit, TimerRow
 from tests.engine.conftest import World
 
 UNDONE: list[str] = []
@@ -437,14 +437,14 @@ def test_a_cancel_follows_a_hand_over_that_is_first(world: World) -> None:
     """Continued between the look and the append: the one that it goes on as is cancelled."""
     body = waiting_in_turn("n.race")
     handle = body.using(execution_id="x").start()
-    store, acquire = world.engine.store, world.engine.store.acquire_fence_if
+    store, append = world.engine.store, world.engine.store.append
 
-    def acquire_late(execution_id: str, **how: Any) -> Any:
-        store.acquire_fence_if = acquire  # type: ignore[method-assign]
+    def append_late(commit: Commit) -> None:
+        store.append = append  # type: ignore[method-assign]
         world.loom.resume("x", event_type="Go")
-        return acquire(execution_id, **how)
+        append(commit)
 
-    store.acquire_fence_if = acquire_late  # type: ignore[method-assign]
+    store.append = append_late  # type: ignore[method-assign]
     world.loom.cancel("x")
     assert handle.status is Status.CANCELLED
     assert members(world, "x") == ["x", "x~2"]

@@ -115,7 +115,7 @@ def test_due_timers_are_fired_together(world: World, monkeypatch: pytest.MonkeyP
     """One read of all logs, one acquire and one append; none is looked at by itself."""
     ids = asleep(world, 5)
     calls: list[str] = []
-    for call in (*CALLS, "load", "acquire_fence_if"):
+    for call in (*CALLS, "load"):
         before(world, call, lambda call=call: calls.append(call), monkeypatch)  # type: ignore[misc]
     service = timers(world)
     assert service.tick()

@@ -202,18 +202,18 @@ def test_a_dead_acquirer_does_not_strand_the_park(world: World, meddler: Meddler
     handle = asked(world, "A")
     world.engine.store.acquire_fence("x")
     world.engine.store.acquire_fence("x")
-    meddler.count("acquire_fence_if")
+    meddler.count("append")
     world.loom.resume("x", event_type="A", fence_if_parked_at=2)
     assert handle.status == Status.COMPLETED
     assert token(world) == 5
-    assert len(meddler.calls) == 2  # with the park's token first, then with the one that was told
+    assert len(meddler.calls) == 3  # with the park's token, with the one that was told, and the end
     assert world.kinds("x").count("EXECUTION_RESUMED") == 1
 
 
 def test_two_acquirers_that_die_meanwhile_are_outlasted(world: World, meddler: Meddler) -> None:
     """Each time the token that the store told is presented, not the park's."""
     handle = asked(world, "A")
-    meddler.before("acquire_fence_if", lambda: world.engine.store.acquire_fence("x"), times=2)
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=2)
     world.loom.resume("x", event_type="A", fence_if_parked_at=2)
     assert handle.status == Status.COMPLETED
     assert token(world) == 5
@@ -223,7 +223,7 @@ def test_two_acquirers_that_die_meanwhile_are_outlasted(world: World, meddler: M
 def test_three_acquirers_that_die_meanwhile_contend(world: World, meddler: Meddler, at: int | None) -> None:
     """Not a refusal: the park is unanswered, and the same call may be made again."""
     handle = asked(world, "A")
-    meddler.before("acquire_fence_if", lambda: world.engine.store.acquire_fence("x"), times=3)
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=3)
     before = world.loom.history("x")
     with pytest.raises(ResumeContendedError) as contended:
         world.loom.resume("x", event_type="A", fence_if_parked_at=at)
@@ -236,33 +236,13 @@ def test_three_acquirers_that_die_meanwhile_contend(world: World, meddler: Meddl
     assert handle.status == Status.COMPLETED
 
 
-def test_a_rival_that_acquires_behind_every_acquire_contends(world: World, meddler: Meddler) -> None:
-    """Between acquire and append: the append is stale each time, and nothing of it lands."""
-    asked(world, "A")
-    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=3)
-    before = world.loom.history("x")
-    with pytest.raises(ResumeContendedError):
-        world.loom.resume("x", event_type="A", fence_if_parked_at=2)
-    assert world.loom.history("x") == before
-
-
-def test_two_rivals_that_acquire_behind_the_acquire_are_outlasted(world: World, meddler: Meddler) -> None:
-    """The refusal told which token stands, so none of the tries is spent on asking for it."""
-    handle = asked(world, "A")
-    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=2)
-    world.loom.resume("x", event_type="A", fence_if_parked_at=2)
-    assert handle.status == Status.COMPLETED
-    assert token(world) == 7
-
-
 @pytest.mark.parametrize("at", [2, None])
-@pytest.mark.parametrize("call", ["acquire_fence_if", "append"])
-def test_an_answer_that_lands_in_between_is_heard_of(
-    world: World, meddler: Meddler, call: str, at: int | None
-) -> None:
+def test_an_answer_that_lands_in_between_is_heard_of(world: World, meddler: Meddler, at: int | None) -> None:
     """The rival's body runs under its token, and stays the one that does."""
     handle = asked(world, "A", "B")
-    meddler.before(call, lambda: world.loom.resume("x", event_type="A", payload="rival", principal="bert"))
+    meddler.before(
+        "append", lambda: world.loom.resume("x", event_type="A", payload="rival", principal="bert")
+    )
     with pytest.raises(ResumeRefusedError) as refused:
         world.loom.resume("x", event_type="A", payload="late", fence_if_parked_at=at)
     assert refused.value.reason == ("no-such-wait" if at is None else "not-suspended")
@@ -289,7 +269,7 @@ def test_an_execution_that_was_begun_anew_in_between_is_judged_by_its_own_log(
         anew.using(execution_id="x").start()
 
     asked(world, "A")
-    meddler.before("acquire_fence_if", begin_anew)
+    meddler.before("append", begin_anew)
     with nullcontext() if asks_again == "A" else pytest.raises(ResumeRefusedError, match="not waiting for"):
         world.loom.resume("x", event_type="A", payload="mine")
     if asks_again == "B":
@@ -299,17 +279,16 @@ def test_an_execution_that_was_begun_anew_in_between_is_judged_by_its_own_log(
 
 
 @pytest.mark.parametrize("what", [deny, append_app_event])
-@pytest.mark.parametrize("call", ["acquire_fence_if", "append"])
 def test_a_note_in_between_costs_neither_the_answer_nor_a_second_token(
-    world: World, meddler: Meddler, call: str, what: Callable[[World], None]
+    world: World, meddler: Meddler, what: Callable[[World], None]
 ) -> None:
     """The answer is judged again behind it, and lands once, at a sequence of its own."""
     handle = asked(world, "A")
-    meddler.count("acquire_fence_if")
-    meddler.before(call, lambda: what(world))
+    meddler.count("append")
+    meddler.before("append", lambda: what(world))
     world.loom.resume("x", event_type="A", fence_if_parked_at=2)
     assert handle.status == Status.COMPLETED
-    assert meddler.calls == ["acquire_fence_if"]
+    assert meddler.calls == ["append"] * 3  # refused, behind the note, and the end
     assert token(world) == 3
     assert world.kinds("x")[2:] == [
         "EXECUTION_DENIED" if what is deny else "stage", "EXECUTION_RESUMED", "EXECUTION_COMPLETED"
@@ -318,9 +297,9 @@ def test_a_note_in_between_costs_neither_the_answer_nor_a_second_token(
 
 
 def test_a_refusal_behind_a_note_is_found_before_the_append(world: World, meddler: Meddler) -> None:
-    """What the caller judges by is judged again on what landed between look and acquire."""
+    """What the caller judges by is judged again on what landed between look and append."""
     asked(world, "A")
-    meddler.before("acquire_fence_if", lambda: deny(world))
+    meddler.before("append", lambda: deny(world))
 
     def judge(seen: Any) -> None:
         if seen.last_sequence > 2:
@@ -403,9 +382,9 @@ def test_the_condition_goes_before_a_token(world: World, meddler: Meddler) -> No
     meddler.before("append", lambda: world.engine.store.acquire_fence("x"))
     world.loom.resume("x", event_type="A", fence=1, fence_if_parked_at=2)
     assert handle.status == Status.COMPLETED
-    assert token(world) == 5
+    assert token(world) == 4
     error = refused_with_nothing_written(
-        world, lambda: world.loom.resume("x", event_type="A", fence=5, fence_if_parked_at=2)
+        world, lambda: world.loom.resume("x", event_type="A", fence=4, fence_if_parked_at=2)
     )
     assert error.reason == "not-suspended"
 
@@ -496,12 +475,12 @@ def test_each_kind_of_answer_outlasts_dead_acquirers(
     world: World, meddler: Meddler, answer: Callable[[], Any]
 ) -> None:
     """Two of them; with a third it is contended, and nothing was written."""
-    meddler.before("acquire_fence_if", lambda: world.engine.store.acquire_fence("x"), times=3)
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=3)
     before = world.loom.history("x")
     with pytest.raises(ResumeContendedError):
         answer()
     assert world.loom.history("x") == before
-    meddler.before("acquire_fence_if", lambda: world.engine.store.acquire_fence("x"), times=2)
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=2)
     assert answer().events
 
 
@@ -509,10 +488,10 @@ def test_each_kind_of_answer_outlasts_dead_acquirers(
 def test_no_kind_of_answer_fences_out_a_body_that_was_set_going(
     world: World, meddler: Meddler, answer: Callable[[], Any]
 ) -> None:
-    """A rival's answer lands between look and acquire: its token stands, and its body may write."""
+    """A rival's answer lands between look and append: its token stands, and its body may write."""
     park = world.state("x").park_sequence
     rival: list[Journal] = []
-    meddler.before("acquire_fence_if", lambda: rival.append(_answer_by_hand(world, park)))
+    meddler.before("append", lambda: rival.append(_answer_by_hand(world, park)))
     with suppress(ResumeRefusedError):
         answer()
     if "EXECUTION_CANCELLED" in world.kinds("x") or "EXECUTION_FAILED" in world.kinds("x"):
@@ -538,9 +517,8 @@ def _answer_by_hand(world: World, park: int | None) -> Journal:
 def test_no_kind_of_answer_is_hurt_by_a_note(
     world: World, meddler: Meddler, answer: Callable[[], Any]
 ) -> None:
-    """Between look and acquire, and between acquire and append; one token all the same."""
-    meddler.before("acquire_fence_if", lambda: deny(world))
-    meddler.before("append", lambda: deny(world))
+    """Two of them, each between look and append; one token all the same."""
+    meddler.before("append", lambda: deny(world), times=2)
     assert answer().events
     assert token(world) == 3
     assert world.kinds("x").count("EXECUTION_DENIED") == 2
@@ -589,7 +567,7 @@ def test_a_cancel_meets_an_answer_in_between(world: World, meddler: Meddler) -> 
     world.loom.dispatcher = WorkerDispatcher()
     asks("A").using(execution_id="x").start()
     run_ready(world)
-    meddler.before("acquire_fence_if", lambda: world.loom.resume("x", event_type="A"))
+    meddler.before("append", lambda: world.loom.resume("x", event_type="A"))
     world.loom.cancel("x")
     assert world.kinds("x")[-2:] == ["EXECUTION_RESUMED", "EXECUTION_CANCELLED"]
     resumed, cancelled = fences(world)[-2:]
@@ -601,7 +579,7 @@ def test_a_cancel_meets_an_answer_in_between(world: World, meddler: Meddler) -> 
 def test_a_cancel_meets_an_end_in_between(world: World, meddler: Meddler) -> None:
     """What ended otherwise meanwhile is told as such, and stays."""
     asked(world, "A")
-    meddler.before("acquire_fence_if", lambda: world.loom.resume("x", event_type="A"))
+    meddler.before("append", lambda: world.loom.resume("x", event_type="A"))
     with pytest.raises(ExecutionClosedError):
         world.loom.cancel("x")
     assert world.kinds("x")[-1] == "EXECUTION_COMPLETED"
@@ -1099,7 +1077,7 @@ def receiving(world: World) -> Handle[Any]:
 def test_a_contended_wake_completes_by_its_redrive_row(world: World, meddler: Meddler) -> None:
     """No pass of recovery runs: the row is tried again, soon, and goes when it has served."""
     handle = receiving(world)
-    meddler.before("acquire_fence_if", lambda: world.engine.store.acquire_fence("x"), times=6)
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=6)
     service, tries = timers(world), []
     while service.tick() or world.engine.store.timers("x"):
         tries += [row.tries for row in world.engine.store.timers("x")]
@@ -1117,8 +1095,8 @@ def test_a_contended_timer_backs_off_and_is_not_lost(world: World, meddler: Medd
     flow("f.sleeps")(parked_on_a_sleep).using(execution_id="x").start()
     run_ready(world)
     world.shift(timedelta(seconds=61))
-    meddler.count("acquire_fence_if")
-    meddler.before("acquire_fence_if", lambda: world.engine.store.acquire_fence("x"), times=3)
+    meddler.count("append")
+    meddler.before("append", lambda: world.engine.store.acquire_fence("x"), times=3)
     service = timers(world)
     assert service.tick() is True
     assert service.tick() is False

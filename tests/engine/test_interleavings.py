@@ -25,7 +25,7 @@ from loom_django.stores.base import READY
 from tests.engine.baton import Baton, Died, Stepped
 from tests.engine.conftest import World
 
-# A party that is let through to its end takes five steps, of seven in the longest schedules.
+# A party that is let through to its end takes four steps, of seven in the longest schedules.
 LONGEST: Final = 7
 SCHEDULES: Final = [
     "".join(schedule) for length in range(LONGEST + 1) for schedule in itertools.product("AB", repeat=length)
@@ -176,7 +176,7 @@ def test_in_every_order_one_answers_and_its_body_is_not_fenced_out(explorer: Exp
     """All 255 schedules of up to seven steps, with a death wherever one of the two is not scheduled any more."""
     assert len(SCHEDULES) == 255
     came = walk(explorer, SCHEDULES)
-    assert came["answered"] > came["open"] > 30  # enough of both to say something
+    assert came == {"answered": 250, "open": 5}  # open where neither has come to its second step
 
 
 @pytest.mark.once
@@ -187,8 +187,8 @@ def test_so_it_is_behind_a_dead_acquirer(explorer: Explorer) -> None:
     assert came["answered"] > 20
 
 
-# Looked: one of the two. Then the other takes the token and answers, and the first one takes it too.
-LATE: Final = [schedule for schedule in SCHEDULES if schedule.startswith(("BAAAB", "ABBBA"))]
+# Looked: one of the two. Then the other answers under a token of its own, and the first one takes it too.
+LATE: Final = [schedule for schedule in SCHEDULES if schedule.startswith(("BAAB", "ABBA"))]
 
 
 def test_without_the_condition_a_body_is_fenced_out(explorer: Explorer) -> None:
@@ -265,9 +265,7 @@ def dying(world: World, call: str, *, after: bool) -> Engine:
     ("call", "after", "token", "answered"),
     [
         ("load", False, 0, 0),
-        ("acquire_fence_if", False, 0, 0),
-        ("acquire_fence_if", True, 1, 0),
-        ("append", False, 1, 0),
+        ("append", False, 0, 0),
         ("append", True, 1, 1),
     ],
 )
@@ -301,11 +299,11 @@ def test_a_delivery_that_dies_is_done_by_its_redrive_row(
 
 
 def test_two_deliveries_of_one_message_and_its_redrive_row(world: World) -> None:
-    """A rival delivers between look and acquire, and the row is due still: one answer, one message."""
+    """A rival delivers between look and append, and the row is due still: one answer, one message."""
     execution_id = receiving(world)
 
     def rival(name: str) -> None:
-        if name == "acquire_fence_if":
+        if name == "append":
             answers.deliver(world.engine, execution_id, READY)
 
     store: Any = Stepped(world.engine.store, before=rival)

@@ -34,7 +34,7 @@ from tests.engine.conftest import World
 ROUNDS: Final = 40
 
 LOOKS: Final = ("wakes", "inbox", "ended", "append")
-TELLS: Final = ("send", "head", "load", "acquire_fence_if", "append")
+TELLS: Final = ("send", "head", "load", "append")
 
 
 class Side:

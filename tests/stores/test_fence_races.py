@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
@@ -123,6 +124,17 @@ class Races(StoreConformance):
             assert cursor.fetchall() == [(fence + 1, PARK)]
             yield rival
 
+    @contextmanager
+    def landing(self, commit: Commit) -> Iterator[psycopg.Connection[Any]]:
+        """A rival whose append has gone through and is not committed: the store's own statement."""
+        text = postgresql_append.text_of(postgresql_append.parts_of([commit], timedelta()))
+        with holding() as rival:
+            cursor = psycopg.RawCursor(rival).execute(
+                text.encode(), [postgresql_append.document([commit], timedelta())]
+            )
+            assert cursor.fetchall() == [(commit.execution_id,)]
+            yield rival
+
 
 def my_pid() -> int:
     pid: int = connection.connection.info.backend_pid
@@ -172,6 +184,77 @@ class TestAnswerAgainstAcquire(Races):
             wait_until_blocked(by=my_pid())
             transaction.set_rollback(True)
         assert acquiring.join() == Acquired(token + 1, PARK)
+
+
+@pytest.mark.parametrize("default_level", LEVELS, indirect=True)
+@pytest.mark.parametrize("form", ["single", "batch"])
+@pytest.mark.parametrize("token", [0, 1])
+@pytest.mark.usefixtures("default_level")
+class TestAnswersThatTakeTheToken(Races):
+    """Against whoever else answers or acquires: one of the two, and the token is that of who was first."""
+
+    def taking(self, log: Log, token: int) -> Commit:
+        return log.answer(takes=token, fence=token + 1)
+
+    @pytest.mark.parametrize("rival_takes", [False, True])
+    def test_another_answer_is_first(self, form: str, token: int, rival_takes: bool) -> None:
+        """It is waited for, and then this one is late: by the sequence, or by the token that the other took."""
+        log = self.parked_under(token)
+        rival = log.fork()
+        append = self.appended(form, self.taking(log, token))
+        with self.landing(
+            self.taking(rival, token) if rival_takes else rival.answer(fence=token or None)
+        ) as other:
+            appending = InThread(append)
+            wait_until_blocked(by=other.info.backend_pid)
+            other.commit()
+        with pytest.raises(StaleFenceError if rival_takes else SequenceOccupied):
+            appending.join()
+        assert self.store.fence(log.id) == token + rival_takes
+        assert len(self.store.read(log.id)) == PARK + 1
+
+    def test_it_is_first(self, form: str, token: int) -> None:
+        """An answer under the token of before, and an acquire, wait for it and are stale."""
+        log = self.parked_under(token)
+        append = self.appended(form, log.fork().answer(fence=token or None))
+        with self.landing(self.taking(log, token)) as first:
+            answering = InThread(append)
+            acquiring = InThread(lambda: self.acquire(log, token))
+            wait_until_blocked(2)
+            first.commit()
+        with pytest.raises(StaleFenceError):
+            answering.join()
+        assert acquiring.join() == Stale(token + 1)
+        assert self.store.fence(log.id) == token + 1
+        assert len(self.store.read(log.id)) == PARK + 1
+
+    @pytest.mark.parametrize("answers", [True, False])
+    def test_an_acquire_is_first(self, form: str, token: int, answers: bool) -> None:
+        """It is waited for; the token that this one would take is gone. So it is of facts that answer nothing."""
+        log = self.parked_under(token)
+        taking = self.taking(log, token) if answers else log.commit(takes=token, fence=token + 1)
+        append = self.appended(form, taking)
+        with self.acquiring(log, token) as rival:
+            appending = InThread(append)
+            wait_until_blocked(by=rival.info.backend_pid)
+            rival.commit()
+        with pytest.raises(StaleFenceError):
+            appending.join()
+        assert self.store.fence(log.id) == token + 1
+        assert len(self.store.read(log.id)) == PARK
+
+    def test_who_was_first_is_undone(self, form: str, token: int) -> None:
+        """Then this one lands."""
+        log = self.parked_under(token)
+        rival = log.fork()
+        append = self.appended(form, self.taking(log, token))
+        with self.landing(self.taking(rival, token)) as other:
+            appending = InThread(append)
+            wait_until_blocked(by=other.info.backend_pid)
+            other.rollback()
+        appending.join()
+        assert self.store.fence(log.id) == token + 1
+        assert self.store.read(log.id)[-1].writer == log.writer
 
 
 class TestParkAgainstAcquire(Races):
@@ -351,6 +434,18 @@ class TestWithoutTheGuards(Races):
         assert self.store.fence(log.id) == 1
         assert len(self.store.read(log.id)) == PARK + 1
 
+    @pytest.mark.usefixtures("unlocked")
+    def test_an_answer_that_takes_the_token_without_the_lock_takes_another(self) -> None:
+        """The acquire is in flight; the answer lands under its token, which is not the one that stands then."""
+        log = self.parked_under(1)
+        with self.acquiring(log, 1) as rival:
+            appending = InThread(lambda: self.store.append(log.answer(takes=1, fence=2)))
+            wait_until_blocked(by=rival.info.backend_pid)
+            rival.commit()
+            appending.join()
+        assert self.store.fence(log.id) == 3
+        assert len(self.store.read(log.id)) == PARK + 1
+
     @pytest.mark.parametrize("default_level", ["repeatable read"], indirect=True)
     @pytest.mark.usefixtures("default_level")
     def test_an_acquire_that_reads_from_one_snapshot_does_not_see(
@@ -393,6 +488,19 @@ class TestCallersTransaction(Races):
             transaction.set_rollback(True)
         assert self.store.fence(log.id) == 0
         assert self.acquire(log) == Acquired(1, PARK)
+
+    @pytest.mark.parametrize("default_level", STRICT, indirect=True)
+    @pytest.mark.usefixtures("default_level")
+    def test_above_it_an_answer_that_takes_the_token_is_refused(self) -> None:
+        """Nothing is written, and the block can go on."""
+        log = self.parked()
+        commit = log.answer(takes=0, fence=1)
+        before = self.snapshot(commit)
+        with transaction.atomic():
+            with pytest.raises(OpenTransactionError, match="an answer under a token of its own"):
+                self.store.append(commit)
+            assert len(self.store.read(log.id)) == PARK
+        assert self.snapshot(commit) == before
 
     @pytest.mark.parametrize("default_level", STRICT, indirect=True)
     @pytest.mark.usefixtures("default_level")
