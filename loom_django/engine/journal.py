@@ -167,17 +167,20 @@ class Journal:
         pass_notes: bool = True,
         unchanged: int | None = None,
         takes: int | None = None,
+        closes: bool = False,
     ) -> Landing[tuple[Event, ...]]:
         """Make the kept facts durable, in one append with what belongs to them.
 
         Facts that are recorded while it is under way are kept for the next one. With ``pass_notes`` an owner whose
         next sequence holds a note of somebody else (an audit fact or an application event) folds the note and
         appends behind it. ``unchanged`` is a token that must stand still, for facts that carry none; ``takes`` one that
-        is moved, if it stands, by this append and for all that follow.
+        is moved, if it stands, by this append and for all that follow. ``closes`` is for the last append of a transaction
+        that is rolled back where this does not land.
 
         Raises:
             StaleFenceError: another owner has the execution.
             SequenceOccupied: another writer was first with more than a note. WakesMoved: look again.
+            Overtaken: with ``closes``, another writer was first; the transaction is broken.
             Changed: with ``unchanged``, token or log are not what they were.
             StoreUnavailableError: the database stayed away.
         """
@@ -212,6 +215,7 @@ class Journal:
                 also=(*started, *also),
                 patience=patience,
                 takes=takes,
+                closes=closes,
             )
             store = self.engine.store
             try:

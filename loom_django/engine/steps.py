@@ -33,7 +33,7 @@ from loom_django.kernel import backoff, codec, keys
 from loom_django.kernel.events import Encoded, Event, Kind
 from loom_django.kernel.failures import bounded, describe_error
 from loom_django.kernel.state import ON_RETRY, Frame, FrameStatus, Wait
-from loom_django.stores.base import SequenceOccupied
+from loom_django.stores.base import Overtaken, SequenceOccupied
 
 if TYPE_CHECKING:
     from loom_django.engine.body import Body
@@ -470,8 +470,9 @@ def _transactional(
 ) -> Steps[Any]:
     """Run a tool and land its outcome in one transaction; a rollback takes both away.
 
-    If the commit's answer was lost, the log is read: STEP_COMPLETED there means done, else the tool runs
-    again. The sequence lets only one of two such transactions commit.
+    If the commit's answer was lost, or another writer's event came into being while the outcome was on its way, the log is
+    read: STEP_COMPLETED there means done, else the tool runs again. The sequence lets only one of two such transactions
+    commit.
     """
     context, call = _prepared_call(body, step_id, tool, given, within)
     try:
@@ -487,7 +488,7 @@ def _transactional(
         body.did(frame.finished_at)
         return body.decode(frame.output)
     at_once = _note_metered(body, step_id, context)
-    if body.engine.store.is_connection_lost(error):
+    if isinstance(error, Overtaken) or body.engine.store.is_connection_lost(error):
         return _AGAIN
     storable = not isinstance(error, LoomError | _RolledBackError)
     return (yield from _failed(body, step_id, tool, error, CARRY_LIMIT, at_once, may_retry=storable))
@@ -506,7 +507,7 @@ def _in_transaction(body: Body, step_id: str, call: Any, context: Any) -> Any:
         body.reached("after-effect", step_id)
         _note_metered(body, step_id, context)
         event = body.journal.record(Kind.STEP_COMPLETED, {"step": step_id, "output": text})
-        body.journal.land()
+        body.journal.land(closes=True)
     body.did(event.data["at"])
     body.reached("after-outcome", step_id)
     return _after_codec(value, text)

@@ -54,6 +54,13 @@ class WakesMoved(AppendRefused):
     """A wake arrived between the body's look and its park: look again."""
 
 
+class Overtaken(AppendRefused):
+    """Another writer was there first, and the transaction in which this was to land is broken by that.
+
+    Only of a commit that ``closes`` it. The log is to be read once the transaction is rolled back.
+    """
+
+
 class RowLocked(AppendRefused):
     """Another transaction held a row for longer than the connection's ``lock_timeout``.
 
@@ -139,7 +146,8 @@ class Commit:
     the fold after the last event. ``new`` makes the execution's row (the first event is sequence 1); where
     a deleted execution left a token behind, the start moves it, and :meth:`EventStore.fence` tells it.
     ``takes`` is the token that must stand, whichever it is, for a commit that moves it by one: it lands under the new
-    token, its ``fence``, or the old one stands.
+    token, its ``fence``, or the old one stands. ``closes`` says that the open transaction is the engine's own, and
+    rolled back as a whole if this does not land: it needs no savepoint then.
     ``wakes`` is the count of wakes that the body saw before it decided to park, ``wakes_of`` whose they are
     (the first of a chain; None: the execution's own). ``timers`` may be another execution's (a parent's).
     ``timers_off`` are wake times whose plain rows go, the marks of a re-drive or a deadline keep a row;
@@ -165,6 +173,7 @@ class Commit:
     also: tuple[Commit, ...] = ()
     patience: float = 0.0
     takes: int | None = None
+    closes: bool = False
 
     @property
     def first_sequence(self) -> int:

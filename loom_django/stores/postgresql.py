@@ -27,6 +27,7 @@ from loom_django.stores.base import (
     Acquired,
     AppendRefused,
     Commit,
+    Overtaken,
     Pipe,
     RowLocked,
     SequenceOccupied,
@@ -520,7 +521,11 @@ class PostgresStore(SqlStore):
     def _judge(self, commit: Commit, error: Exception) -> Exception | None:
         match sqlstate(error):
             case code if code in _OVERTAKEN:
-                return self._settle(commit)
+                if not commit.closes:
+                    return self._settle(commit)
+                overtaken = Overtaken(commit.execution_id, commit.first_sequence)
+                overtaken.__cause__ = error
+                return overtaken
             case "55P03":  # lock_not_available
                 refused: Exception = RowLocked(commit.execution_id, commit.first_sequence)
                 refused.__cause__ = error
@@ -549,7 +554,7 @@ class PostgresStore(SqlStore):
             except StoreUnavailableError as error:
                 return error
             except Error as error:
-                if sqlstate(error) not in _OVERTAKEN:
+                if commit.closes or sqlstate(error) not in _OVERTAKEN:
                     return self._judge(commit, error)
         return SequenceOccupied(commit.execution_id, commit.first_sequence)
 
@@ -565,11 +570,12 @@ class PostgresStore(SqlStore):
         if compat.open_transaction(self.connection):
             if parts.takes:
                 self._see_each_commit("an answer under a token of its own", joined=True)
-            return self._send_inside(text, parameters)
+            closes = all(commit.closes for commit in commits)
+            return self._send_last(text, parameters) if closes else self._send_inside(text, parameters)
         backoff, tries = Backoff(self._patience(commits), self.sleep), 0
         while True:
             try:
-                return {row[0] for row in self._execute(text, parameters, raw=True)}
+                return self._send_last(text, parameters)
             except Error as error:
                 if sqlstate(error) in _TRANSIENT and len(commits) == 1 and tries < APPEND_RETRIES:
                     tries += 1  # nothing landed: the same again
@@ -583,6 +589,10 @@ class PostgresStore(SqlStore):
 
     def _parts_of(self, commits: Sequence[Commit]) -> Parts:
         return parts_of(commits, self._shift)
+
+    def _send_last(self, text: str, parameters: list[str]) -> set[str]:
+        """As a transaction of its own, or where an error may break the one that is open."""
+        return {row[0] for row in self._execute(text, parameters, raw=True)}
 
     def _send_inside(self, text: str, parameters: list[str]) -> set[str]:
         """In a caller's transaction, which a refusal must not break: behind a savepoint of its own."""

@@ -532,6 +532,8 @@ class SqliteStore(SqlStore):
                 return self._land_all(commits, _Sender(connection, self._prepared))
 
         try:
+            if all(commit.closes for commit in commits) and self._in_transaction():
+                return land()  # it has begun, and is rolled back as a whole
             return self._atomically(land, self._patience(commits))
         except StoreUnavailableError as error:
             return [error] * len(commits)

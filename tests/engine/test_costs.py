@@ -62,7 +62,7 @@ POSTGRESQL = {
     "execution, 5 steps": (6, 6, 7_850),
     "execution, 20 steps": (21, 21, 26_500),
     "execution, 100 steps": (101, 101, 126_500),
-    "execution, a transactional step": (7, 7, 3_400),
+    "execution, a transactional step": (5, 5, 3_400),
 }
 # Statements, transactions' begin and commit among them.
 SQLITE = {
@@ -77,7 +77,7 @@ SQLITE = {
     "execution, 5 steps": 25,
     "execution, 20 steps": 85,
     "execution, 100 steps": 405,
-    "execution, a transactional step": 15,
+    "execution, a transactional step": 13,
 }
 # Bytes of those statements with their values, at most.
 SQLITE_BYTES = {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -10,13 +13,19 @@ import pytest
 from django.db import connection, transaction
 
 from loom_django import FlowContext, StepContext, StepFailed, flow, signals, tool
+from loom_django.engine.outside import load_existing, note, open_journal
 from loom_django.errors import OpenTransactionError
+from loom_django.kernel.events import Kind
 from loom_django.kernel.state import Status
 from loom_django.models import Execution
 from loom_django.services.dispatch import WorkerDispatcher
 from loom_django.services.recovery import recover_abandoned
 from tests.engine.conftest import World
 from tests.shop.models import Order
+from tests.stores.rivals import InThread, wait_until_blocked
+
+ONE_WRITER = os.environ.get("LOOM_TEST_DATABASE") != "postgresql"
+DENIED = {"act": "resume", "principal": "bert", "reason": "no"}
 
 database = pytest.mark.parametrize(
     "world", [pytest.param("database", marks=pytest.mark.django_db(transaction=True))], indirect=True
@@ -281,6 +290,80 @@ def test_a_transactional_step_that_is_fenced_out_leaves_no_rows(world: World) ->
     assert not order.paid
     assert not Order.objects.filter(customer="never").exists()
     assert world.kinds(handle.id) == ["EXECUTION_STARTED", "STEP_STARTED"]
+
+
+def meanwhile(write: Callable[[], object]) -> InThread:
+    """Write from another connection, and commit when this one waits for that."""
+    written, mine = threading.Event(), connection.connection.info.backend_pid
+
+    def rival() -> None:
+        with transaction.atomic():
+            write()
+            own = connection.connection.info.backend_pid
+            written.set()
+            assert mine in wait_until_blocked(by=own)
+
+    thread = InThread(rival)
+    assert written.wait(20)
+    return thread
+
+
+@pytest.mark.skipif(ONE_WRITER, reason="the database has one writer at a time")
+@database
+def test_a_note_that_comes_while_the_outcome_is_on_its_way_costs_a_run(world: World) -> None:
+    """The transaction is broken by it: the tool's work is undone and done again, behind the note."""
+    rivals: list[InThread] = []
+
+    @tool(transactional=True)
+    def write(ctx: StepContext) -> int:
+        Order.objects.create(customer=f"run {len(rivals)}", amount=1)
+        if not rivals:
+            rivals.append(
+                meanwhile(lambda: note(world.engine, ctx.execution_id, Kind.EXECUTION_DENIED, DENIED))
+            )
+            return 0
+        return Order.objects.count()
+
+    @flow("x.noted", steps=[write])
+    def body(ctx: FlowContext) -> int:
+        return ctx.run(write)
+
+    handle = body.start()
+    rivals[0].join()
+    assert handle.result() == 1
+    assert [order.customer for order in Order.objects.all()] == ["run 1"]
+    assert world.kinds(handle.id) == [
+        "EXECUTION_STARTED", "STEP_STARTED", "EXECUTION_DENIED", "STEP_STARTED", "STEP_COMPLETED", "EXECUTION_COMPLETED"
+    ]  # fmt: skip
+    world.check(handle.id)
+
+
+@pytest.mark.skipif(ONE_WRITER, reason="the database has one writer at a time")
+@database
+def test_an_owner_that_comes_while_the_outcome_is_on_its_way_has_it(world: World) -> None:
+    """Nothing of the step is left, and the body stops."""
+    rivals: list[InThread] = []
+
+    def take_over(execution_id: str) -> None:
+        token = world.engine.store.acquire_fence(execution_id)
+        journal = open_journal(world.engine, load_existing(world.engine, execution_id), fence=token)
+        journal.record(Kind.STEP_STARTED, {"step": "write", "tool": "write"})
+        journal.land()
+
+    @tool(transactional=True)
+    def write(ctx: StepContext) -> None:
+        Order.objects.create(customer="never", amount=1)
+        rivals.append(meanwhile(lambda: take_over(ctx.execution_id)))
+
+    @flow("x.taken", steps=[write])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(write)
+
+    handle = body.start()
+    rivals[0].join()
+    assert len(rivals) == 1
+    assert not Order.objects.exists()
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED", "STEP_STARTED", "STEP_STARTED"]
 
 
 @database
