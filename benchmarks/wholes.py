@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks import backends
-from benchmarks.fences import ORDER, book, one_step
+from benchmarks.fences import ORDER, answer_if_parked, book, one_step, parks
 from benchmarks.frame import Bench, Crew, Timed, paired, paired_cpu
 from loom_django import AsyncFlowContext, FlowContext, StepContext, flow, tool
 from loom_django.engine.core import random_token
@@ -31,6 +32,9 @@ from loom_django.services.timers import TimerService
 from loom_django.services.worker import WorkerService
 
 Appends = list[list[tuple[str, str]]]
+
+# Threads that answer parks, as those of a web server.
+ANSWERERS: Final = 8
 
 # So long after it every lease has ended, and every timer is due.
 LATER: Final = timedelta(hours=1)
@@ -54,6 +58,13 @@ async def async_steps(ctx: AsyncFlowContext, order: str, count: int) -> int:
     for _ in range(count):
         await ctx.run(abook, order, 1999)
     return count
+
+
+@flow("benchmarks.async_parks", steps=[abook])
+async def async_parks(ctx: AsyncFlowContext, order: str) -> str:
+    booked = await ctx.run(abook, order, 1999)
+    answer = await ctx.suspend("Approval")
+    return f"{booked['state']} {answer['by']}"
 
 
 @flow("benchmarks.long", steps=[book], durability="deferred")
@@ -127,6 +138,24 @@ def drain(bench: Bench, ids: Sequence[str], level: int) -> None:
     worker.drain(60)
 
 
+def park_and_resume(bench: Bench, ids: Sequence[str], level: int) -> None:
+    """Run a worker until all have parked, answer each with a conditional fence, and run a worker until all have ended."""
+    drain(bench, ids, level)
+    left = iter(ids)  # which threads may share
+
+    def answer() -> None:
+        try:
+            for key in left:
+                answer_if_parked(bench, key)
+        finally:
+            bench.store.close_connections()
+
+    with ThreadPoolExecutor(ANSWERERS) as pool:
+        for answering in [pool.submit(answer) for _ in range(min(level, ANSWERERS))]:
+            answering.result()
+    drain(bench, ids, level)
+
+
 def due(bench: Bench, count: int) -> list[str]:
     bench.loom.dispatcher = InlineDispatcher(bench.engine)
     return [bench.loom.start(sleeps).id for _ in range(count)]
@@ -189,6 +218,10 @@ def fans(bench: Bench, count: int) -> list[str]:
     return ready(bench, fans_out, 1, count)
 
 
+def fans_async(bench: Bench, count: int) -> list[str]:
+    return ready(bench, fans_out_async, 1, count)
+
+
 def run_fan(bench: Bench, parents: Sequence[str], level: int) -> None:
     """Run a parent, its children, and the parent again when they have ended."""
     timers = TimerService(bench.engine, lambda: bench.loom.dispatcher)
@@ -220,22 +253,34 @@ WHOLES: Final = (
     ),
     Whole("worker, async, 5 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 5), drain, 1000),
     Whole("worker, async, 20 steps", lambda bench, n: ready(bench, async_steps, n, ORDER, 20), drain, 300),
-    Whole("worker, a transactional step", lambda bench, n: ready(bench, transactional, n, ORDER), drain, 160),
+    Whole(
+        "worker, a transactional step",
+        lambda bench, n: ready(bench, transactional, n, ORDER),
+        drain,
+        160,
+        many=1000,
+    ),
+    Whole(
+        "worker, park/resume, fence_if_parked_at",
+        lambda bench, n: ready(bench, parks, n, ORDER),
+        park_and_resume,
+        1000,
+    ),
+    Whole(
+        "worker, async, park/resume, fence_if_parked_at",
+        lambda bench, n: ready(bench, async_parks, n, ORDER),
+        park_and_resume,
+        1000,
+    ),
     Whole("start only", lambda bench, n: n, start_all, 320, (1,)),
-    Whole("timers drained", due, wake, 320),
+    Whole("timers drained", due, wake, 320, many=1000),
     Whole("recovery", abandoned, recover, 1000),
     Whole("recovered, handed on", abandoned, hand_on, 1000, (1,)),
     Whole("recovery of 10 000", abandoned, recover, 10_000, most_runs=1, backends=("postgresql",)),
     Whole("replay of 1 000 steps", recorded, replay, 1_000, (1,), reads=True),
     Whole("replay of 10 000 steps", recorded, replay, 10_000, (1,), reads=True),
     Whole("children of one parent", fans, run_fan, 1_000, most_runs=3),
-    Whole(
-        "children of one parent, async",
-        lambda bench, n: ready(bench, fans_out_async, 1, n),
-        run_fan,
-        1_000,
-        most_runs=3,
-    ),
+    Whole("children of one parent, async", fans_async, run_fan, 1_000, most_runs=3),
 )
 
 

@@ -62,7 +62,7 @@ def test_a_profile_says_where_the_time_goes() -> None:
 def test_who_is_not_there_is_left_out() -> None:
     """A peer that is not installed, and one whose schema is not given, is named in a line; loom runs alone."""
     commands, absent = peers.present(peers.parse([]))
-    assert list(commands) == ["loom"]
+    assert list(commands) == ["loom", "loom, async"]
     assert [line.split()[0] for line in absent] == ["DBOS", "Absurd"]
     _, absent = peers.present(peers.parse(["--python", sys.executable]))
     assert absent == [
@@ -77,6 +77,9 @@ def test_a_part_of_the_peers_can_be_asked_for() -> None:
     assert [(work.name, work.level) for work in options.works] == [
         ("park and resume", 1),
         ("park and resume", 64),
+    ]
+    assert [work.name for work in peers.parse(["--work", "park-backlog"]).works] == [
+        "park and resume, backlog"
     ]
     assert [work.level for work in peers.parse(["--work", "5 steps, backlog"]).works] == [64]
 

@@ -5,8 +5,8 @@
     python -m benchmarks.peers --python /tmp/peers/bin/python --absurd-schema /tmp/absurd.sql
 
 Who is not there is left out, and a line says so. "Inline" is a thread that starts an execution and stays with it to its
-end; "backlog" is what was started before, and is drained by a worker. Parks of loom are answered with a conditional
-fence.
+end; "backlog" is what was started before, and is drained by a worker; of loom by one of plain and by one of async bodies.
+Parks of loom are answered with a conditional fence; in a backlog all park first, then all are answered.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from benchmarks.__main__ import ROOT, URL, server
 
 HERE: Final = Path(__file__).resolve().parent
 LOOM: Final = [sys.executable, "-m", "benchmarks.peers.with_loom"]
+ASYNC: Final = "loom, async"
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,12 @@ WORKS: Final = (
         )
         for steps in (1, 5, 20)
         for level in (1, 8, 64)
-        for case, who in (("inline", ("DBOS", "Absurd", "loom")), ("backlog", ("Absurd", "loom")))
+        for case, who in (("inline", ("DBOS", "Absurd", "loom")), ("backlog", ("Absurd", "loom", ASYNC)))
         if case == "inline" or level == 64
     ),
     *(Work("park and resume", "park", level, 1) for level in (1, 8, 64)),
-    Work("children of one parent, of 1 000", "fan", 64, 1_000, ("DBOS", "loom"), 1, 1),
+    Work("park and resume, backlog", "park-backlog", 64, 1, ("Absurd", "loom", ASYNC)),
+    Work("children of one parent, of 1 000", "fan", 64, 1_000, ("DBOS", "loom", ASYNC), 1, 1),
     Work("recovery of 1 000", "recovery", 64, 1, executions=1_000, runs=1),
     Work("replay of 1 000 steps", "replay", 1, 1_000, executions=1, runs=1),
     Work("replay of 10 000 steps", "replay", 1, 10_000, ("Absurd", "loom"), executions=1, runs=1),
@@ -106,7 +108,7 @@ def measure(options: argparse.Namespace, url: str) -> dict[str, Any]:
 
 def present(options: argparse.Namespace) -> tuple[dict[str, list[str]], list[str]]:
     """How each is called, and of who is left out, why."""
-    commands, absent = {"loom": LOOM}, []
+    commands, absent = {"loom": LOOM, ASYNC: [*LOOM, "--async"]}, []
     for who, module, more in (
         ("DBOS", "dbos", []),
         ("Absurd", "absurd_sdk", [str(options.absurd_schema.resolve())] if options.absurd_schema else None),
@@ -142,19 +144,25 @@ def _measured(
             "who": who,
             "per_second": median(one["per_second"] for one in told),
             "cpu_us": median(one["cpu_us"] for one in told),
-            "times_loom": median(
-                ours["per_second"] / one["per_second"] for one, ours in zip(told, runs["loom"], strict=True)
-            ),
+            "times_loom": _times(runs["loom"], told),
+            "times_async": _times(runs[ASYNC], told) if ASYNC in runs else None,
             "runs": len(told),
         }
 
 
+def _times(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return median(our["per_second"] / their["per_second"] for our, their in pairs)
+
+
 def table(told: dict[str, Any]) -> str:
-    """Markdown; the last column is how many times as fast loom was in the same runs."""
+    """Markdown; beside the figures stands how many times as fast loom was in the same runs, by its plain and async bodies."""
     lines = [*told["absent"], ""] if told["absent"] else []
-    lines += ["| work | at a time | who | per second | CPU, us | loom, times | runs |", "|---" * 7 + "|"]
+    columns = ("work", "at a time", "who", "per second", "CPU, us", "loom, times", f"{ASYNC}, times", "runs")
+    lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for one in told["peers"]:
-        figures = f"{one['per_second']:.0f} | {one['cpu_us']:.0f} | {one['times_loom']:.1f} | {one['runs']}"
+        by_async = "-" if one["times_async"] is None else f"{one['times_async']:.1f}"
+        figures = f"{one['per_second']:.0f} | {one['cpu_us']:.0f} | {one['times_loom']:.1f} | {by_async} | {one['runs']}"
         lines.append(f"| {one['work']} | {one['concurrency']} | {one['who']} | {figures} |")
     return "\n".join(lines)
 

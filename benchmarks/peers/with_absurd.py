@@ -19,7 +19,7 @@ import psycopg
 from absurd_sdk import Absurd  # type: ignore[import-not-found]
 
 ORDER = "order-2026-000017"
-ended = threading.Semaphore(0)
+ended, parking = threading.Semaphore(0), threading.Semaphore(0)
 
 
 def book(ctx: Any) -> Any:
@@ -36,6 +36,7 @@ def steps(given: Any, ctx: Any) -> Any:
 
 def parks(given: Any, ctx: Any) -> Any:
     booked = book(ctx)
+    parking.release()
     answer = ctx.await_event(given["event"])
     ended.release()
     return f"{booked['state']} {answer['by']}"
@@ -69,14 +70,14 @@ class Crew:
     def each(self, count: int, work: Callable[[int], object]) -> None:
         list(self._pool.map(work, range(count)))
 
-    def drain(self, count: int, most: int = 20) -> None:
-        """Have all threads claim until so many have ended."""
+    def drain(self, count: int, most: int = 20, reached: threading.Semaphore = ended) -> None:
+        """Have all threads claim until so many have ended, or come to their park."""
         left, batch = [None] * count, max(1, min(most, count // self._size))
 
         def serve(_: int) -> None:
             while left:
                 self.client().work_batch(batch_size=batch)
-                while left and ended.acquire(blocking=False):
+                while left and reached.acquire(blocking=False):
                     left.pop()
 
         self.each(self._size, serve)
@@ -105,6 +106,16 @@ def park(crew: Crew, executions: int, _: int) -> None:
 
 def spawn(crew: Crew, executions: int, count: int) -> None:
     crew.each(executions, lambda _: crew.client().spawn("steps", {"count": count}))
+
+
+def spawn_parks(crew: Crew, executions: int, _: int) -> None:
+    crew.each(executions, lambda number: crew.client().spawn("parks", {"event": f"approval:{number}"}))
+
+
+def park_backlog(crew: Crew, executions: int, _: int) -> None:
+    crew.drain(executions, reached=parking)
+    crew.each(executions, lambda number: crew.client().emit_event(f"approval:{number}", {"by": "anna"}))
+    crew.drain(executions)
 
 
 def lost(crew: Crew, executions: int, _: int) -> None:
@@ -142,6 +153,7 @@ CASES = {
     "steps": (nothing, inline),
     "backlog": (spawn, backlog),
     "park": (nothing, park),
+    "park-backlog": (spawn_parks, park_backlog),
     "recovery": (lost, backlog),
     "replay": (broken, again),
 }

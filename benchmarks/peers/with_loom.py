@@ -1,4 +1,5 @@
-"""The work in loom: bodies inline in as many threads, or in one worker; prints as the peers do."""
+"""The work in loom: bodies inline in as many threads, or in one worker (with --async, of async bodies); prints as the peers
+do."""
 
 from __future__ import annotations
 
@@ -11,17 +12,19 @@ from typing import Any
 from benchmarks import backends
 
 
-def main(url: str, case: str, *numbers: str) -> None:
+def main(*arguments: str) -> None:
+    is_async = arguments[0] == "--async"
+    url, case, *numbers = arguments[is_async:]
     level, executions, count = map(int, numbers)
     with tempfile.TemporaryDirectory() as folder:
         backends.configure(url, Path(folder))
         from benchmarks.frame import Bench
 
-        told = _run(Bench(backends.make_store("postgresql")), case, level, executions, count)
+        told = _run(Bench(backends.make_store("postgresql")), case, level, executions, count, is_async)
     print(json.dumps({"per_second": told.rate, "cpu_us": told.cpu_us}))
 
 
-def _run(bench: Any, case: str, level: int, executions: int, count: int) -> Any:
+def _run(bench: Any, case: str, level: int, executions: int, count: int, is_async: bool) -> Any:
     from benchmarks import fences, wholes
     from benchmarks.frame import Crew
     from loom_django.services.garbage import rare_collections
@@ -31,22 +34,22 @@ def _run(bench: Any, case: str, level: int, executions: int, count: int) -> Any:
         with rare_collections():  # as the worker's command
             return wholes.timed(pieces, lambda: work(bench, prepared, level))
 
+    def backlog(flow: Any, work: Any, *arguments: Any) -> Any:
+        def prepare(bench: Any, count: int) -> Any:
+            return wholes.ready(bench, flow, count, fences.ORDER, *arguments)
+
+        whole(prepare, work, level)
+        return whole(prepare, work, executions)
+
     match case:
         case "backlog":
-            whole(
-                lambda bench, n: wholes.ready(bench, wholes.steps, n, fences.ORDER, count),
-                wholes.drain,
-                level,
-            )
-            return whole(
-                lambda bench, n: wholes.ready(bench, wholes.steps, n, fences.ORDER, count),
-                wholes.drain,
-                executions,
-            )
+            return backlog(wholes.async_steps if is_async else wholes.steps, wholes.drain, count)
+        case "park-backlog":
+            return backlog(wholes.async_parks if is_async else fences.parks, wholes.park_and_resume)
         case "recovery":
             return whole(wholes.abandoned, wholes.recover, executions)
         case "fan":
-            return whole(wholes.fans, wholes.run_fan, count)
+            return whole(wholes.fans_async if is_async else wholes.fans, wholes.run_fan, count)
         case "replay":
             return whole(wholes.recorded, wholes.replay, count)
         case "park":
