@@ -47,8 +47,8 @@ class Parts:
     each goes on to write it, and a row that nobody goes on to write is that of one execution, of whose
     answers one lands anyhow, so that there is nothing to share. ``fences``: fence rows are written. ``groups``: commits that land together.
     ``owners``: somebody else is to run an execution then; ``keeps``: and others stay with whom they are. ``fresh``: some
-    are starts. ``takes``: some move the token of their execution. ``brief``: a row that somebody else holds is waited for no longer than :data:`BRIEF`, and then the
-    statement fails with lock_not_available.
+    are starts. ``takes``: some move the token of their execution. ``brief``: a row that somebody else holds is waited for
+    no longer than :data:`BRIEF`, and then the statement fails with lock_not_available.
     """
 
     lock: bool = False

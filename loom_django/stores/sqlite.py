@@ -683,11 +683,7 @@ def _write_row_if_free(commit: Commit, now: datetime, to: _Sender) -> bool:
         return False
     else:
         name = "set_going" if commit.first_sequence == 2 else "go_on"
-    row["before"], row["fence"], row["or_fence"] = (
-        commit.first_sequence - 1,
-        commit.presented,
-        commit.takes or 0,
-    )
+    row |= {"before": commit.first_sequence - 1, "fence": commit.presented, "or_fence": commit.takes or 0}
     return to.change(name, row) == 1
 
 
