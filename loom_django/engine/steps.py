@@ -529,6 +529,9 @@ def _after_rollback(body: Body, step_id: str, error: BaseException) -> Frame:
         body.journal.rebase([])
     except Exception as exc:
         raise body.seal(Why.STORE, exc) from exc
+    if isinstance(error, Overtaken) and body.journal.fold.last_sequence < error.sequence:
+        # Nobody's event stands in its place: something else lets it not land, and would again.
+        raise body.seal(Why.LOST, error)
     frame = body.journal.fold.frames[step_id]
     if body.sealed is not None:
         raise body.sealed

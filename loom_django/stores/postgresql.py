@@ -568,8 +568,6 @@ class PostgresStore(SqlStore):
         text = text_of(replace(parts, lock=True, fences=True) if with_fences else parts)
         parameters = [document(commits, self._shift)]
         if compat.open_transaction(self.connection):
-            if parts.takes:
-                self._see_each_commit("an answer under a token of its own", joined=True)
             closes = all(commit.closes for commit in commits)
             return self._send_last(text, parameters) if closes else self._send_inside(text, parameters)
         backoff, tries = Backoff(self._patience(commits), self.sleep), 0

@@ -366,6 +366,40 @@ def test_an_owner_that_comes_while_the_outcome_is_on_its_way_has_it(world: World
     assert world.kinds(handle.id) == ["EXECUTION_STARTED", "STEP_STARTED", "STEP_STARTED"]
 
 
+@pytest.mark.skipif(ONE_WRITER, reason="a trigger of PostgreSQL's")
+@database
+def test_an_outcome_that_something_else_keeps_from_landing_is_not_tried_for_ever(world: World) -> None:
+    """A project's own trigger fails as a rival would, and nobody's event is there: the body stops, with nothing kept."""
+    ran: list[int] = []
+
+    @tool(transactional=True)
+    def write(ctx: StepContext) -> None:
+        Order.objects.create(customer="never", amount=1)
+        ran.append(1)
+        if len(ran) > 3:
+            raise ValueError("again and again")
+
+    @flow("x.trigger", steps=[write])
+    def body(ctx: FlowContext) -> None:
+        ctx.run(write)
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "create function refuse() returns trigger language plpgsql as "
+            "$$ begin raise exception using errcode = 'unique_violation'; end $$;"
+            "create trigger refuse before insert on loom_event for each row "
+            "when (new.kind = 'STEP_COMPLETED') execute function refuse()"
+        )
+    try:
+        handle = body.start()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("drop function refuse cascade")
+    assert ran == [1]
+    assert not Order.objects.exists()
+    assert world.kinds(handle.id) == ["EXECUTION_STARTED", "STEP_STARTED"]
+
+
 @database
 def test_a_nested_start_joins_the_transactional_step(world: World) -> None:
     """A start inside a transactional tool exists if and only if the step does."""

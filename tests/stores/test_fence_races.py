@@ -491,19 +491,6 @@ class TestCallersTransaction(Races):
 
     @pytest.mark.parametrize("default_level", STRICT, indirect=True)
     @pytest.mark.usefixtures("default_level")
-    def test_above_it_an_answer_that_takes_the_token_is_refused(self) -> None:
-        """Nothing is written, and the block can go on."""
-        log = self.parked()
-        commit = log.answer(takes=0, fence=1)
-        before = self.snapshot(commit)
-        with transaction.atomic():
-            with pytest.raises(OpenTransactionError, match="an answer under a token of its own"):
-                self.store.append(commit)
-            assert len(self.store.read(log.id)) == PARK
-        assert self.snapshot(commit) == before
-
-    @pytest.mark.parametrize("default_level", STRICT, indirect=True)
-    @pytest.mark.usefixtures("default_level")
     @pytest.mark.parametrize("call", ["acquire_fence_if", "append_if_unchanged", "delete_execution"])
     def test_above_it_is_refused(self, call: str) -> None:
         """Nothing is written, and the block can go on."""
